@@ -1,0 +1,1 @@
+"""What a person schedules: one file per flow, and the `gradeloom` command."""
