@@ -1,0 +1,1 @@
+"""Figures of quality: of generated grades today, of retrievers later."""
