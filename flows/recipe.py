@@ -1,0 +1,121 @@
+"""What makes two runs the same: stage fingerprints out of settings, sources, prompts and models.
+
+Each stage's fingerprint covers the settings that change its rows, the step's version and the
+fingerprint of the stage before it; never roots, endpoints, concurrency or timeouts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from gradeloom.schemas.config import GradedConfig, NearDuplicatesFilter, content_view
+from gradeloom.schemas.manifest import ModelIdentity
+from gradeloom.schemas.rows import digest
+from gradeloom.tasks.filter.decontaminate import Contamination
+from gradeloom.tasks.generate.graded import GradedGenerator
+from gradeloom.tasks.label.policy import default_policy
+from gradeloom.tasks.prompts import Prompt
+from gradeloom.tasks.sources import source_digest
+
+STEPS = {"source": "1", "generate": "1", "filter": "1", "near_duplicates": "1", "judge": "1", "label": "1"}
+"""Versions of the steps. Raise one when its code gives other rows for the same input."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides what a graded release holds.
+
+    Attributes:
+        fingerprints: stage name -> fingerprint (16 hex digits).
+        digest: of the whole run: the last fingerprint, limit, target, budget, release name and version.
+        prompts: prompt name -> digest of its text.
+        models: generator and judge, as they really were.
+        policy: the label policy after defaults.
+        judge_independent: None without a judge.
+    """
+
+    fingerprints: dict[str, str]
+    digest: str
+    prompts: dict[str, str]
+    models: list[ModelIdentity]
+    policy: str
+    judge_independent: bool | None
+
+
+def graded_recipe(
+    config: GradedConfig,
+    *,
+    generator: str,
+    judge: str | None,
+    contamination: Contamination | None,
+) -> Recipe:
+    """The recipe of a run whose engines have the identities `generator` and `judge`."""
+    prompt = GradedGenerator.create(config, "").prompt
+    prompts = {prompt.name: prompt.digest}
+    models = [_model("generator", config.engine, generator)]
+    levels = [content_view(level) for level in config.levels]
+    generation = content_view(config.generation)
+    del generation["prompt"]  # its digest counts, not where it lies
+
+    fingerprints = {
+        "source": _fingerprint("source", "", content_view(config.source), source_digest(config.source))
+    }
+    fingerprints["generate"] = _fingerprint(
+        "generate", fingerprints["source"], levels, generation, config.run.seed, prompt.digest,
+        GradedGenerator.create(config, "").examples_digest, _engine_view(config.engine), generator,
+    )  # fmt: skip
+    cross = [f for f in config.filters if isinstance(f, NearDuplicatesFilter)]
+    fingerprints["filter"] = _fingerprint(
+        "filter", fingerprints["generate"], [content_view(f) for f in config.filters if f not in cross],
+        contamination.digest if contamination else None,
+    )  # fmt: skip
+    last = fingerprints["filter"]
+    if cross:
+        last = fingerprints["near_duplicates"] = _fingerprint("near_duplicates", last, content_view(cross[0]))
+
+    independent = None
+    if config.judge is not None and judge is not None:
+        independent = judge != generator
+        settings = content_view(config.judge)
+        engine = config.judge.engine or config.engine
+        models.append(_model("judge", engine, judge))
+        names = [config.judge.prompt] + [config.judge.pairwise_prompt] * config.judge.pairwise
+        for judge_prompt in map(Prompt.load, names):
+            prompts[judge_prompt.name] = judge_prompt.digest
+        for place in ("engine", "prompt", "pairwise_prompt"):
+            del settings[place]
+        last = fingerprints["judge"] = _fingerprint(
+            "judge", last, levels, settings, config.run.seed, [prompts[Prompt.load(n).name] for n in names],
+            _engine_view(engine), judge,
+        )  # fmt: skip
+    policy = config.label.policy or default_policy(bool(independent))
+    last = fingerprints["label"] = _fingerprint("label", last, policy)
+    run, release = config.run, config.release
+    whole = _fingerprint("", last, run.limit, run.target, run.budget_tokens, content_view(release))
+    return Recipe(fingerprints, whole, prompts, models, policy, independent)
+
+
+def steps(recipe: Recipe) -> dict[str, str]:
+    """Step versions of the stages this run has."""
+    return {stage: STEPS[stage] for stage in recipe.fingerprints}
+
+
+def _fingerprint(stage: str, before: str, *settings: Any) -> str:
+    return digest(stage, STEPS.get(stage, ""), before, orjson.dumps(settings, option=orjson.OPT_SORT_KEYS))
+
+
+def _engine_view(engine: Any) -> dict[str, Any]:
+    """An engine's settings without the model's name: its identity says what it is."""
+    view = content_view(engine)
+    for name in ("model", "revision", "tokenizer"):
+        view.pop(name, None)
+    return view
+
+
+def _model(role: str, engine: Any, identity: str) -> ModelIdentity:
+    return ModelIdentity(
+        role=role, kind=engine.kind, model=getattr(engine, "model", engine.kind), identity=identity
+    )
