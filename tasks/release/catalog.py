@@ -1,0 +1,197 @@
+"""The releases that lie under a root: list, find, describe, and the next free version."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+from pydantic import ValidationError
+
+from gradeloom.schemas.config import NAME, VERSION
+from gradeloom.schemas.errors import InputError
+from gradeloom.schemas.manifest import Content, Manifest
+
+MANIFEST = "manifest.json"
+FORMAT = Content.model_fields["format"].default
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a release folder.
+
+    Raises:
+        InputError: there is none, it is no manifest, or one of another format than this version reads.
+    """
+    path = folder / MANIFEST
+    try:
+        data = orjson.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise InputError(f"no release here: {MANIFEST} is missing", file=folder) from None
+    except OSError as error:
+        raise InputError(f"cannot be read: {error.strerror}", file=path) from error
+    except orjson.JSONDecodeError as error:
+        raise InputError(f"not valid JSON: {error}", file=path) from error
+    content = data.get("content") if isinstance(data, dict) else None
+    found = content.get("format") if isinstance(content, dict) else None
+    if found is not None and found != FORMAT:
+        raise InputError(
+            f"release format {found!r}; this gradeloom reads format {FORMAT}", file=path, field="format"
+        )
+    try:
+        return Manifest.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise InputError(f"not a release manifest: {first['msg']}", file=path, field=field) from error
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One line of `release list`.
+
+    Attributes:
+        rows: rows per table; empty when the manifest cannot be read.
+        released_at: UTC time of the cut, ISO 8601.
+        latest: the highest version of its name that is no release candidate.
+        problem: why the manifest cannot be read, if so.
+    """
+
+    name: str
+    version: str
+    path: Path
+    kind: str = ""
+    rows: dict[str, int] | None = None
+    digest: str = ""
+    released_at: str | None = None
+    latest: bool = False
+    problem: str | None = None
+
+
+def list_releases(root: Path | str) -> list[Summary]:
+    """Every release under a root, by name, then from the lowest version to the highest."""
+    root = Path(root)
+    if not root.is_dir():
+        return []
+    summaries = []
+    for home in sorted(root.iterdir()):
+        if home.is_dir() and NAME.fullmatch(home.name):
+            versions = _versions(home)
+            newest = _newest(versions)
+            summaries += [_summary(home / version, latest=version == newest) for version in versions]
+    return summaries
+
+
+def find(root: Path | str, which: str) -> Path:
+    """The folder of a release: a path to it, `name@version`, or `name` for its latest version.
+
+    Raises:
+        InputError: there is no such release; the message says which there are.
+    """
+    if (Path(which) / MANIFEST).is_file():
+        return Path(which)
+    name, _, version = which.partition("@")
+    home = Path(root) / name
+    if not NAME.fullmatch(name) or not home.is_dir():
+        known = sorted({summary.name for summary in list_releases(root)})
+        raise InputError(f"no release '{which}' under {root}; there are: {', '.join(known) or 'none'}")
+    versions = _versions(home)
+    if version:
+        if version not in versions:
+            raise InputError(f"no version '{version}' of {name}; there are: {', '.join(versions) or 'none'}")
+        return home / version
+    newest = _newest(versions)
+    if newest is None:
+        candidates = f"; name a candidate: {', '.join(versions)}" if versions else ""
+        raise InputError(f"no released version of {name} under {root}{candidates}")
+    return home / newest
+
+
+def next_version(root: Path | str, name: str, after: str) -> str:
+    """The next free minor version of a name after a version.
+
+    Raises:
+        InputError: `after` is no version.
+    """
+    if not VERSION.fullmatch(after):
+        raise InputError(f"'{after}' is not a version; expected MAJOR.MINOR.PATCH, e.g. 0.1.0")
+    major, minor, *_ = _order(after)
+    while (Path(root) / name / f"{major}.{minor + 1}.0").exists():
+        minor += 1
+    return f"{major}.{minor + 1}.0"
+
+
+def show(folder: Path) -> dict[str, Any]:
+    """What a release is, as plain JSON values: identity, sizes, models, accounting, quality."""
+    manifest = read_manifest(folder)
+    content = manifest.content
+    return {
+        "name": content.name,
+        "version": content.version,
+        "parent": content.parent,
+        "kind": content.kind,
+        "path": str(folder),
+        "digest": manifest.digest,
+        "recipe": content.recipe,
+        "released_at": manifest.observed.get("released_at"),
+        "rows": table_rows(content),
+        "bytes": sum(file.bytes for file in content.files),
+        "accept_rate": accept_rate(content),
+        "models": [model.model_dump() for model in content.models],
+        "prompts": content.prompts,
+        "accounting": [account.model_dump() for account in content.accounting],
+        "quality": content.quality,
+        "observed": manifest.observed,
+    }
+
+
+def table_rows(content: Content) -> dict[str, int]:
+    """Rows per table, summed over its files."""
+    rows: dict[str, int] = {}
+    for file in content.files:
+        if file.rows is not None:
+            table = file.path.split("/", 1)[0]
+            rows[table] = rows.get(table, 0) + file.rows
+    return rows
+
+
+def accept_rate(content: Content) -> float | None:
+    """Kept rows as a share of the rows that were decided (unused ones were not)."""
+    if not content.accounting:
+        return None
+    decided = content.accounting[0].rows - sum(account.unused for account in content.accounting)
+    return content.accounting[-1].kept / decided if decided else None
+
+
+def _summary(folder: Path, *, latest: bool) -> Summary:
+    try:
+        manifest = read_manifest(folder)
+    except InputError as error:
+        return Summary(folder.parent.name, folder.name, folder, latest=latest, problem=str(error))
+    return Summary(
+        folder.parent.name,
+        folder.name,
+        folder,
+        kind=manifest.content.kind,
+        rows=table_rows(manifest.content),
+        digest=manifest.digest,
+        released_at=manifest.observed.get("released_at"),
+        latest=latest,
+    )
+
+
+def _versions(home: Path) -> list[str]:
+    """The versions of one name, ascending. A folder without a manifest is no release."""
+    found = [f.name for f in home.iterdir() if VERSION.fullmatch(f.name) and (f / MANIFEST).is_file()]
+    return sorted(found, key=_order)
+
+
+def _newest(versions: list[str]) -> str | None:
+    return next((version for version in reversed(versions) if "-" not in version), None)
+
+
+def _order(version: str) -> tuple[int, int, int, int, int]:
+    """Semantic order: 0.2.0-rc.2 < 0.2.0-rc.10 < 0.2.0 < 0.10.0."""
+    core, _, candidate = version.partition("-rc.")
+    major, minor, patch = (int(part) for part in core.split("."))
+    return major, minor, patch, 0 if candidate else 1, int(candidate or 0)

@@ -1,0 +1,172 @@
+"""The Parquet tables of a graded release: their Arrow schemas, how they are written and read back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from gradeloom.schemas.errors import InputError
+
+FILE_ROWS = 200_000
+ROW_GROUP_ROWS = 10_000
+
+WRITER_OPTIONS: dict[str, Any] = {
+    "compression": "zstd",
+    "compression_level": 3,
+    "version": "2.6",
+    "data_page_version": "1.0",
+    "data_page_size": 1 << 20,
+    "use_dictionary": True,
+    "write_statistics": True,
+    "store_schema": True,
+}
+"""Pinned, so that the same rows give the same bytes whatever a library's next default is."""
+
+
+def _list(of: pa.DataType, *, nullable: bool = False) -> pa.DataType:
+    return pa.list_(pa.field("element", of, nullable=nullable))
+
+
+def _required(name: str, kind: pa.DataType) -> pa.Field[Any]:
+    return pa.field(name, kind, nullable=False)
+
+
+_QUERY = [_required("query_id", pa.string()), _required("query", pa.string())]
+_PASSAGES = [
+    _required("passages", _list(pa.string())),
+    _required("passage_ids", _list(pa.string())),
+    _required("intended", _list(pa.int64())),
+    _required("judged", _list(pa.int64(), nullable=True)),
+    _required("expected", _list(pa.float64(), nullable=True)),
+    _required("entropy", _list(pa.float64(), nullable=True)),
+    _required("mass", _list(pa.float64(), nullable=True)),
+    _required("abstained", _list(pa.bool_())),
+]
+_ATTRIBUTES = [pa.field(name, pa.string()) for name in ("length", "audience", "style")]
+
+TABLES: dict[str, pa.Schema] = {
+    "lists": pa.schema([*_QUERY, *_PASSAGES, _required("grade", _list(pa.float64())), *_ATTRIBUTES]),
+    "queries": pa.schema([_required("_id", pa.string()), _required("text", pa.string())]),
+    "corpus": pa.schema([_required(name, pa.string()) for name in ("_id", "title", "text")]),
+    "qrels": pa.schema(
+        [
+            _required("query-id", pa.string()),
+            _required("corpus-id", pa.string()),
+            _required("score", pa.int64()),
+        ]
+    ),
+    "rejects": pa.schema(
+        [
+            *_QUERY,
+            *_PASSAGES,
+            *_ATTRIBUTES,
+            _required("stage", pa.string()),
+            _required("status", pa.string()),
+            _required("reason", pa.string()),
+            pa.field("detail", pa.string()),
+            pa.field("at_grade", pa.int64()),
+        ]
+    ),
+}
+"""Configuration name -> schema, the default configuration first."""
+
+
+class TableWriter:
+    """Writes the rows of one table to `<folder>/train-NNNNN.parquet`, holding at most one row group.
+
+    A table without rows is one file without rows, so that its schema stands in every release.
+    """
+
+    def __init__(self, folder: Path, schema: pa.Schema) -> None:
+        self.rows = 0
+        self._folder = folder
+        self._schema = schema
+        self._group: list[dict[str, Any]] = []
+        self._files = 0
+        self._file_rows = 0
+        self._writer: pq.ParquetWriter | None = None
+        folder.mkdir()
+
+    def add(self, row: dict[str, Any]) -> None:
+        self.rows += 1
+        self._group.append(row)
+        if len(self._group) == ROW_GROUP_ROWS:
+            self._flush()
+
+    def close(self) -> None:
+        """Write what is left and make all of it last."""
+        if self._group or not self._files:
+            self._flush()
+        self._end_file()
+
+    def abort(self) -> None:
+        """Let go of a file that could not be written."""
+        if self._writer is not None:
+            with suppress(OSError):
+                self._writer.close()
+
+    def _flush(self) -> None:
+        if self._writer is None:
+            self._writer = pq.ParquetWriter(self._path(), self._schema, **WRITER_OPTIONS)
+            self._files += 1
+        if self._group:
+            self._writer.write_table(pa.Table.from_pylist(self._group, schema=self._schema))
+        self._file_rows += len(self._group)
+        self._group = []
+        if self._file_rows >= FILE_ROWS:
+            self._end_file()
+
+    def _path(self) -> Path:
+        return self._folder / f"train-{self._files:05d}.parquet"
+
+    def _end_file(self) -> None:
+        if self._writer is None:
+            return
+        self._writer.close()
+        self._writer, self._file_rows = None, 0
+        sync_file(self._folder / f"train-{self._files - 1:05d}.parquet")
+
+
+def sync_file(path: Path) -> None:
+    with path.open("rb") as f:
+        os.fsync(f.fileno())
+
+
+def table_files(folder: Path, table: str) -> list[Path]:
+    """The Parquet files of one table, in row order."""
+    return sorted((folder / table).glob("train-*.parquet"))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a row stands: a file of the release and the 1-based row in it."""
+
+    file: Path
+    row: int
+
+
+def read_rows(
+    folder: Path, table: str, columns: Sequence[str] | None = None
+) -> Iterator[tuple[Place, dict[str, Any]]]:
+    """The rows of one table in order, a row group at a time in memory.
+
+    Raises:
+        InputError: a file cannot be read as Parquet, or lacks a column.
+    """
+    for path in table_files(folder, table):
+        number = 0
+        try:
+            with pq.ParquetFile(path) as file:
+                for batch in file.iter_batches(batch_size=1000, columns=list(columns) if columns else None):
+                    for row in batch.to_pylist():
+                        number += 1
+                        yield Place(path, number), row
+        except (pa.ArrowException, OSError) as error:
+            raise InputError(f"cannot be read as Parquet ({error})", file=path) from error
