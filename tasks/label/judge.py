@@ -11,15 +11,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any, Protocol
+from typing import Protocol
 
 from gradeloom.schemas.config import JudgeConfig, Level
 from gradeloom.schemas.errors import InputError
 from gradeloom.schemas.rows import JudgedRow, Judgement, ListRow, PairVerdict, Status, digest
-from gradeloom.tasks.engine.types import Asked, Completion, Message, Request, Sampling
-
-VERSION = "1"
-"""The step's version: part of the stage's fingerprint, raised when the same answers are read differently."""
+from gradeloom.tasks.engine.types import Asked, Completion, Request, Sampling
+from gradeloom.tasks.prompts import Prompt
 
 TOP_LOGPROBS = 20
 FIRST, SECOND = "A", "B"
@@ -38,16 +36,7 @@ class Engine(Protocol):
     @property
     def identity(self) -> str: ...
 
-    async def ask(self, asked: Asked, request: Request) -> Completion: ...
-
-
-class JudgePrompt(Protocol):
-    """What the judge needs of a prompt."""
-
-    @property
-    def digest(self) -> str: ...
-
-    def render(self, **values: Any) -> tuple[Message, ...]: ...
+    async def complete(self, asked: Asked, request: Request) -> Completion: ...
 
 
 def read_judgement(
@@ -128,8 +117,8 @@ class Judge:
     levels: tuple[Level, ...]
     seed: int
     fingerprint: str
-    prompt: JudgePrompt
-    pair_prompt: JudgePrompt | None = None
+    prompt: Prompt
+    pair_prompt: Prompt | None = None
 
     @classmethod
     def create(cls, config: JudgeConfig, levels: Sequence[Level], *, seed: int, fingerprint: str) -> Judge:
@@ -138,8 +127,6 @@ class Judge:
         Raises:
             InputError: a prompt is missing or cannot be read.
         """
-        from gradeloom.tasks.prompts import Prompt
-
         pair = Prompt.load(config.pairwise_prompt) if config.pairwise else None
         return cls(config, tuple(levels), seed, fingerprint, Prompt.load(config.prompt), pair)
 
@@ -152,14 +139,6 @@ class Judge:
     def labels(self) -> tuple[str, ...]:
         """The answers that must each be a single token of the judge's tokenizer."""
         return tuple(map(str, self.grades)) + ((FIRST, SECOND) if self.config.pairwise else ())
-
-    @property
-    def prompts(self) -> dict[str, str]:
-        """Digest of every prompt used, by name."""
-        digests = {self.config.prompt: self.prompt.digest}
-        if self.pair_prompt is not None:
-            digests[self.config.pairwise_prompt] = self.pair_prompt.digest
-        return digests
 
     def requests(self, row: ListRow) -> list[Request]:
         """Every request that this list leads to, in the order and form they are sent."""
@@ -184,7 +163,7 @@ class Judge:
         for question in self._passage_questions(row) + self._pair_questions(row):
             answers = []
             for attempt, request in enumerate(question.requests):
-                completion = await engine.ask(self._asked(row, question.part, attempt), request)
+                completion = await engine.complete(self._asked(row, question.part, attempt), request)
                 tokens.add(completion)
                 if completion.outcome in _FAILURES:
                     return _without_answer(row, question, completion, tokens)

@@ -9,9 +9,6 @@ from typing import Literal
 from gradeloom.schemas.errors import InputError
 from gradeloom.schemas.rows import JudgedRow, Judgement, LabelRow, ListRow, PairVerdict
 
-VERSION = "1"
-"""The step's version: part of the stage's fingerprint, raised when the same rows are labelled differently."""
-
 Policy = Literal["intended", "judged", "agreed", "expected"]
 
 MARGIN = 0.5

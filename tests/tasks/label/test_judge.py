@@ -1,19 +1,23 @@
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradeloom.schemas.config import TREC_LEVELS, JudgeConfig
+from gradeloom.schemas.config import TREC_LEVELS, JudgeConfig, ReplayEngine
 from gradeloom.schemas.errors import InputError
 from gradeloom.schemas.rows import Judgement, ListRow, Passage
-from gradeloom.tasks.engine.types import Asked, Completion, Message, Request, Sampling
+from gradeloom.tasks.engine.replay import ReplayBackend
+from gradeloom.tasks.engine.types import Asked, Completion, Request, Sampling
 from gradeloom.tasks.label.judge import Judge, read_judgement, read_preference, read_samples
+from gradeloom.tasks.prompts import Prompt
 
 GRADES = (3, 2, 1, 0)
 
@@ -169,12 +173,8 @@ def test_preference(p: dict[str, float], letter: str | None) -> None:
 # --- judging a list -------------------------------------------------------------------------
 
 
-class PlainPrompt:
-    digest = "d1"
-
-    def render(self, **values: Any) -> tuple[Message, ...]:
-        shown = [str(values[name]) for name in ("query", "passage", "first", "second") if name in values]
-        return ({"role": "user", "content": "|".join(shown)},)
+GRADE_PROMPT = Prompt("judge", "1", "", "{{ query }}|{{ passage }}", "d1")
+PAIR_PROMPT = Prompt("judge_pair", "1", "", "{{ query }}|{{ first }}|{{ second }}", "d2")
 
 
 @dataclass
@@ -183,7 +183,7 @@ class FakeEngine:
     identity: str = "fake:1"
     sent: list[tuple[Asked, Request]] = field(default_factory=list)
 
-    async def ask(self, asked: Asked, request: Request) -> Completion:
+    async def complete(self, asked: Asked, request: Request) -> Completion:
         self.sent.append((asked, request))
         return self.answer(asked, request)
 
@@ -200,8 +200,8 @@ def a_list(query_id: str = "q7", row_id: str = "r1") -> ListRow:
 
 def a_judge(seed: int = 0, **config: Any) -> Judge:
     settings = JudgeConfig(**config)
-    pair = PlainPrompt() if settings.pairwise else None
-    return Judge(settings, TREC_LEVELS, seed, "f00d", PlainPrompt(), pair)
+    pair = PAIR_PROMPT if settings.pairwise else None
+    return Judge(settings, TREC_LEVELS, seed, "f00d", GRADE_PROMPT, pair)
 
 
 async def test_every_passage_is_asked_once_in_order() -> None:
@@ -347,8 +347,41 @@ async def test_a_failing_pair_names_the_passage_shown_first() -> None:
     assert (row.status, row.reason, row.grade, row.detail) == ("failed", "not_recorded", 3, "pair 3>2")
 
 
-def test_labels_and_prompts() -> None:
+def test_labels() -> None:
     assert a_judge().labels == ("0", "1", "2", "3")
     assert a_judge(pairwise=True).labels == ("0", "1", "2", "3", "A", "B")
-    assert a_judge().prompts == {"judge": "d1"}
-    assert a_judge(pairwise=True).prompts == {"judge": "d1", "judge_pair": "d1"}
+
+
+def test_the_shipped_prompts_hold_rubric_query_and_passages() -> None:
+    judge = Judge.create(JudgeConfig(pairwise=True), TREC_LEVELS, seed=0, fingerprint="f00d")
+    *passages, pair = ["\n".join(m["content"] for m in r.messages) for r in judge.requests(a_list())[:4]]
+    for grade, text in zip((3, 2, 1), passages, strict=True):
+        assert "why" in text
+        assert f"text {grade}" in text
+        assert all(level.definition in text for level in TREC_LEVELS)
+        assert text.split(f"text {grade}")[0] == passages[0].split("text 3")[0]  # the shared prefix
+    assert pair.index("text 3") < pair.index("text 2")
+
+
+@pytest.mark.realdata
+async def test_recorded_judgements_through_replay(realdata: Path) -> None:
+    path = realdata / "recorded" / "judgements.jsonl"
+    recorded = {(e["query_id"], e["level"]): e for e in map(json.loads, path.read_text().splitlines())}
+    backend = ReplayBackend(ReplayEngine(path=str(path), adapter="judgements"))
+
+    class Replayed:
+        identity = backend.identity
+        complete = staticmethod(backend.send)
+
+    judge = Judge.create(JudgeConfig(), TREC_LEVELS, seed=0, fingerprint="f00d")
+    for query_id in sorted({query_id for query_id, _ in recorded}):
+        row = await judge(Replayed(), a_list(query_id))
+        assert row.status == "kept"
+        for judgement in row.judgements:
+            entry = recorded[query_id, judgement.grade]
+            assert judgement.method == "recorded"
+            assert judgement.judged == entry["grade"]
+            assert judgement.probabilities == pytest.approx(entry["p"])
+            assert judgement.mass == pytest.approx(1.0)
+            assert judgement.expected == pytest.approx(sum(g * p for g, p in enumerate(entry["p"])))
+    assert (await judge(Replayed(), a_list("no such query"))).reason == "not_recorded"
