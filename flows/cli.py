@@ -1,0 +1,416 @@
+"""The `gradeloom` command.
+
+Only click and the error types are imported up here, so that `--help` answers at once; everything
+else is imported by the command that needs it.
+
+Results go to stdout, progress and messages to stderr. Exit codes: 0 done; 1 a defect of ours; 2 the
+input is wrong; 3 finished without a release; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from gradeloom.schemas.errors import GradeloomError, InputError
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+INTERRUPTED = 130
+DEFECT = 1
+
+
+def main() -> None:
+    """Entry point: run the command, end with its exit code."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    sys.exit(run(sys.argv[1:]))
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def run(arguments: list[str]) -> int:
+    """Run the command; its exit code. Errors become one line on stderr."""
+    try:
+        code = cli.main(arguments, prog_name="gradeloom", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except GradeloomError as error:
+        _say(f"gradeloom: error: {error}")
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        _say("gradeloom: interrupted; run the same command again to go on")
+        return INTERRUPTED
+    except Exception:
+        _say(traceback.format_exc().rstrip())
+        _say("gradeloom: this is a defect of gradeloom, please report it with the lines above")
+        return DEFECT
+    return code if isinstance(code, int) else 0
+
+
+def _say(text: str) -> None:
+    from gradeloom.flows.progress import harmless
+
+    click.echo(harmless(text), err=True)
+
+
+def _await(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine; cancelled from outside (SIGTERM) is interrupted."""
+    import asyncio
+
+    try:
+        return asyncio.run(work)
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+
+
+def _json_option(command: F) -> F:
+    return click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")(
+        command
+    )
+
+
+def _root_option(default: str) -> Callable[[F], F]:
+    return click.option("--root", default=default, show_default=True, help=f"Folder of {default}.")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="gradeloom", prog_name="gradeloom")
+def cli() -> None:
+    """Training data that does not exist yet, woven out of language models."""
+
+
+# --- graded ---------------------------------------------------------------------------------
+
+
+@cli.group()
+def graded() -> None:
+    """Graded-relevance lists: queries in, a release of graded passages out."""
+
+
+def _config_options(command: F) -> F:
+    for option in (
+        click.option("--set", "sets", multiple=True, metavar="KEY=VALUE",
+                     help="Change a setting: --set run.shard_rows=100, --set filters.1.max_words=60. "
+                          "VALUE is YAML. May be given again."),
+        click.option("--config", "config_name", required=True, metavar="FILE|NAME",
+                     help="A YAML file, or a configuration that comes with gradeloom (graded-demo)."),
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
+@graded.command("run")
+@_config_options
+@click.option("--limit", type=click.IntRange(min=1), help="Read only the first N queries.")
+@click.option("--quiet", is_flag=True, help="No progress on stderr.")
+@_json_option
+def graded_run(config_name: str, sets: tuple[str, ...], limit: int | None, quiet: bool, as_json: bool) -> int:
+    """Make a release. Started again after anything, it goes on where it was."""
+    from gradeloom.flows import show
+    from gradeloom.flows.configure import load_config
+    from gradeloom.flows.graded import run_graded
+    from gradeloom.flows.orchestrate import run_flow
+    from gradeloom.flows.progress import Progress
+
+    config = load_config(config_name, sets, limit)
+    with Progress(quiet=quiet) as progress:
+        ran = _await(run_flow(config, progress=progress, compose=run_graded))
+    if as_json:
+        facts = show.fields(ran.result) | {
+            "exit_code": ran.result.exit_code,
+            "flow_run_url": ran.flow_run_url,
+        }
+        click.echo(show.as_json(facts))
+    else:
+        show.graded_result(ran.result, config.release.name, config.release.root, ran.flow_run_url)
+    if ran.result.stopped is not None:
+        _say(f"gradeloom: no release: {ran.result.stopped}")
+    return ran.result.exit_code
+
+
+@graded.command("preview")
+@_config_options
+@click.option("--limit", type=click.IntRange(min=1), default=3, show_default=True, help="Queries to try.")
+@click.option("--quiet", is_flag=True, help="No progress on stderr.")
+@_json_option
+def graded_preview(config_name: str, sets: tuple[str, ...], limit: int, quiet: bool, as_json: bool) -> None:
+    """Try a few queries and show prompts, completions, verdicts and what the whole run would take."""
+    from gradeloom.flows import show
+    from gradeloom.flows.configure import load_config
+    from gradeloom.flows.preview import preview_graded
+    from gradeloom.flows.progress import Progress
+
+    config = load_config(config_name, sets)
+    with Progress(quiet=quiet) as progress:
+        shown = _await(preview_graded(config, limit=limit, progress=progress))
+    if as_json:
+        click.echo(show.as_json(shown.as_json()))
+    else:
+        show.preview(shown)
+
+
+# --- release --------------------------------------------------------------------------------
+
+
+@cli.group()
+def release() -> None:
+    """Look at, check and export releases. WHICH is NAME, NAME@VERSION or a folder."""
+
+
+@release.command("list")
+@_root_option("releases")
+@_json_option
+def release_list(root: str, as_json: bool) -> None:
+    """Every release."""
+    from gradeloom.flows import show
+    from gradeloom.tasks.release.catalog import list_releases
+
+    found = list_releases(root)
+    if as_json:
+        click.echo(show.as_json({"releases": found}))
+    else:
+        show.releases(found, root)
+
+
+@release.command("show")
+@click.argument("which")
+@_root_option("releases")
+@_json_option
+def release_show(which: str, root: str, as_json: bool) -> None:
+    """What one release is."""
+    from gradeloom.flows import show
+    from gradeloom.tasks.release import catalog
+
+    facts = catalog.show(catalog.find(root, which))
+    if as_json:
+        click.echo(show.as_json(facts))
+    else:
+        show.release(facts)
+
+
+@release.command("verify")
+@click.argument("which")
+@_root_option("releases")
+@_json_option
+def release_verify(which: str, root: str, as_json: bool) -> None:
+    """Check hashes, schemas, keys, references and accounting; exit 2 at the first thing that is wrong."""
+    from gradeloom.flows import show
+    from gradeloom.tasks.release.catalog import find
+    from gradeloom.tasks.release.verify import verify
+
+    folder = find(root, which)
+    checked = verify(folder)
+    if as_json:
+        click.echo(show.as_json({"path": folder, "verified": True, "checked": checked}))
+        return
+    page = show.Page()
+    for line in checked:
+        page.path("ok: ", line)
+    page.path("verified: ", folder)
+
+
+@release.command("export")
+@click.argument("which")
+@click.option("--format", "form", type=click.Choice(["beir"]), required=True, help="Who is to read it.")
+@click.option("--to", "target", type=click.Path(path_type=Path), required=True, help="Folder to make.")
+@click.option("--split", default="test", show_default=True, help="Name of the qrels: train, dev or test.")
+@_root_option("releases")
+@_json_option
+def release_export(which: str, form: str, target: Path, split: str, root: str, as_json: bool) -> None:
+    """Write a release in the form that another tool reads."""
+    from gradeloom.flows import show
+    from gradeloom.tasks.release.catalog import find
+    from gradeloom.tasks.release.export import export_beir
+
+    folder = find(root, which)
+    written = export_beir(folder, target, split)
+    if as_json:
+        click.echo(show.as_json({"path": folder, "format": form, "to": written}))
+    else:
+        show.Page().path(f"exported ({form}): ", written)
+
+
+# --- runs -----------------------------------------------------------------------------------
+
+
+@cli.group()
+def runs() -> None:
+    """Run directories: progress and paid-for completions, shard by shard."""
+
+
+@runs.command("list")
+@_root_option("runs")
+@_json_option
+def runs_list(root: str, as_json: bool) -> None:
+    """Every run directory."""
+    from gradeloom.flows import show
+    from gradeloom.flows.runs import list_runs
+
+    found = list_runs(root)
+    if as_json:
+        click.echo(show.as_json({"runs": found}))
+    else:
+        show.runs(found, root)
+
+
+@runs.command("prune")
+@click.argument("names", nargs=-1)
+@click.option(
+    "--older-than", type=click.FloatRange(min=0), metavar="DAYS", help="Only without a change since."
+)
+@click.option("--stale", is_flag=True, help="Only shards of settings that the run no longer has.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@_root_option("runs")
+@_json_option
+def runs_prune(
+    names: tuple[str, ...], older_than: float | None, stale: bool, yes: bool, root: str, as_json: bool
+) -> None:
+    """Remove run directories (releases stay). A run at work is refused."""
+    from gradeloom.flows import show
+    from gradeloom.flows.runs import prune, to_prune
+
+    chosen = to_prune(root, names, older_than=older_than, stale=stale)
+    going = sum(run.stale_bytes if stale else run.bytes for run in chosen)
+    if chosen and not yes:
+        what = "stale shards of" if stale else "run"
+        _confirm(f"Remove {what} {', '.join(run.name for run in chosen)} ({show.size(going)})?")
+    freed = sum(prune(run, stale=stale) for run in chosen)
+    if as_json:
+        click.echo(show.as_json({"pruned": [run.name for run in chosen], "bytes": freed}))
+    else:
+        show.facts({"pruned": ", ".join(run.name for run in chosen) or "nothing", "freed bytes": freed})
+
+
+def _confirm(question: str) -> None:
+    if not sys.stdin.isatty():
+        raise InputError("nobody is there to ask; say --yes")
+    if not click.confirm(question, err=True):
+        raise click.Abort
+
+
+# --- cache ----------------------------------------------------------------------------------
+
+
+@cli.group()
+def cache() -> None:
+    """The request cache that runs share."""
+
+
+def _cache_root(command: F) -> F:
+    return click.option(
+        "--root", default=None, help="Default: $GRADELOOM_HOME/cache, else .gradeloom/cache."
+    )(command)
+
+
+@cache.command("stats")
+@_cache_root
+@_json_option
+def cache_stats(root: str | None, as_json: bool) -> None:
+    """How much it holds."""
+    from gradeloom.flows import show
+    from gradeloom.tasks.engine.models import home
+    from gradeloom.tasks.engine.store import RequestCache
+
+    folder = Path(root) if root else home() / "cache"
+    if not folder.is_dir():
+        raise InputError("no request cache here", file=folder)
+    with RequestCache(folder) as store:
+        found = {"path": folder, **show.fields(store.stats())}
+    if as_json:
+        click.echo(show.as_json(found))
+    else:
+        show.facts(found)
+
+
+@cache.command("prune")
+@click.option("--older-than", type=click.FloatRange(min=0), metavar="DAYS", required=True)
+@_cache_root
+@_json_option
+def cache_prune(older_than: float, root: str | None, as_json: bool) -> None:
+    """Forget completions that were stored more than DAYS ago."""
+    from gradeloom.flows import show
+    from gradeloom.tasks.engine.models import home
+    from gradeloom.tasks.engine.store import RequestCache
+
+    folder = Path(root) if root else home() / "cache"
+    if not folder.is_dir():
+        raise InputError("no request cache here", file=folder)
+    with RequestCache(folder) as store:
+        removed = store.prune(older_than)
+    if as_json:
+        click.echo(show.as_json({"path": folder, "removed": removed}))
+    else:
+        show.facts({"path": folder, "removed completions": removed})
+
+
+# --- ui and doctor ----------------------------------------------------------------------------
+
+
+@cli.command()
+@click.option("--port", type=click.IntRange(1, 65535), default=4200, show_default=True)
+@click.option("--background", is_flag=True, help="Start it, wait until it answers, return.")
+@click.option("--stop", "stopping", is_flag=True, help="Stop the one that runs.")
+@_json_option
+def ui(port: int, background: bool, stopping: bool, as_json: bool) -> None:
+    """The local Prefect server: runs that start while it is there are recorded in it."""
+    from gradeloom.flows import server, show
+
+    def answer(state: str, running: server.LocalServer | None) -> None:
+        url = running.url if running else None
+        if as_json:
+            click.echo(show.as_json({"state": state, "url": url, "pid": running.pid if running else None}))
+        else:
+            click.echo(f"Prefect UI: {state}" + (f": {url}" if url else ""))
+
+    running = server.running()
+    if stopping:
+        if running is not None:
+            server.stop(running)
+        answer("stopped" if running else "not running", None)
+        return
+    if running is not None:
+        answer("already running", running)
+        return
+    _say("starting the Prefect server …")
+    running = server.start(port)
+    if background:
+        answer("started", running)
+        return
+    try:
+        answer("running, Ctrl-C stops it", running)
+        server.wait(running)
+        raise GradeloomError(f"the Prefect server ended by itself; see {server.log_file()}")
+    except KeyboardInterrupt:
+        _say("stopped")
+    finally:
+        server.stop(running)
+
+
+@cli.command()
+@_json_option
+def doctor(as_json: bool) -> int:
+    """What is there (CPU/GPU, engine, model, Prefect, disk), and what to do about what is not."""
+    from gradeloom.flows import show
+    from gradeloom.flows.doctor import could_run, examine
+
+    found = examine()
+    ready = could_run(found)
+    if as_json:
+        click.echo(show.as_json({"ready": ready, "checks": found}))
+    else:
+        show.checks(found, ready=ready)
+    return 0 if ready else InputError.exit_code
+
+
+if __name__ == "__main__":
+    main()

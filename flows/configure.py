@@ -1,0 +1,379 @@
+"""A graded run's configuration, read from YAML and `--set`, with every mistake said in one line.
+
+Paths in a configuration that name input files (`source.path`, `generation.examples`, an engine's
+`path`, a decontamination set) are relative to the working directory if they exist there, else to
+the configuration's own folder; `samples:NAME` is a file of gradeloom's bundled samples. Roots
+(`run.root`, `release.root`, `cache.root`) are always relative to the working directory.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails, PydanticUndefined
+
+from gradeloom.schemas.config import GradedConfig
+from gradeloom.schemas.errors import InputError
+from gradeloom.tasks.engine.models import home
+
+SETTING = "--set"
+_SECRET_NAME = re.compile(
+    r"(^|[_-])(api[_-]?key|key|secret|password|passwd|token|authorization)$", re.IGNORECASE
+)
+_SECRET_VALUE = re.compile(
+    r"(sk-[\w-]{12,}|hf_\w{16,}|gh[pousr]_\w{16,}|AKIA[0-9A-Z]{16}|xox[abpr]-[\w-]{10,}|eyJ[\w-]+\.[\w-]+\.[\w-]+"
+    r"|Bearer\s+\S{8,})"
+)
+_SECRET_URL = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s@]+@", re.IGNORECASE)
+
+
+def packaged_configs() -> dict[str, Path]:
+    """The configurations that come with gradeloom, by name."""
+    folder = Path(str(files("gradeloom.data"))) / "configs"
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def load_config(path_or_name: str, sets: Sequence[str] = (), limit: int | None = None) -> GradedConfig:
+    """Read a configuration, change it, check it.
+
+    Args:
+        path_or_name: a YAML file, or the name of a packaged configuration (`graded-demo`).
+        sets: changes `a.b=value`; the value is YAML, a number addresses a list's element
+            (`filters.1.max_words=60`). A change into a part that the file leaves out starts from
+            that part's default.
+        limit: read only the first N rows of the source (`run.limit`).
+
+    Raises:
+        InputError: no such configuration, bad YAML, an unknown or wrong setting, a missing input
+            file, or something that looks like a secret.
+    """
+    file = _find(path_or_name)
+    data = _read_yaml(file)
+    changed = [_apply(data, change) for change in sets]
+    if limit is not None:
+        changed.append(_apply(data, f"run.limit={limit}"))
+    _refuse_secrets(data, file)
+    if "GRADELOOM_HOME" in os.environ and isinstance(data.get("cache", {}), dict):
+        data.setdefault("cache", {}).setdefault("root", str(home() / "cache"))
+    _resolve_paths(data, file)
+    try:
+        return GradedConfig.model_validate(data)
+    except ValidationError as error:
+        raise _one_line(error, data, file, changed) from None
+
+
+# --- reading --------------------------------------------------------------------------------
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML that refuses a key given twice in one mapping (plain YAML keeps the last)."""
+
+
+def _unique_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen: dict[Any, int] = {}
+    for key_node, _ in node.value:
+        if key_node.tag == "tag:yaml.org,2002:merge":
+            continue
+        key = loader.construct_object(key_node, deep=True)
+        line = key_node.start_mark.line + 1
+        if isinstance(key, dict | list):
+            raise yaml.constructor.ConstructorError(None, None, "a key must be a word", key_node.start_mark)
+        if key in seen:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"'{key}' is given twice (first in line {seen[key]})", key_node.start_mark
+            )
+        seen[key] = line
+    loader.flatten_mapping(node)
+    return loader.construct_mapping(node, deep=True)
+
+
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)
+
+
+def _find(path_or_name: str) -> Path:
+    path = Path(path_or_name)
+    if path.is_file():
+        return path
+    packaged = packaged_configs()
+    if path_or_name.removesuffix(".yaml") in packaged:
+        return packaged[path_or_name.removesuffix(".yaml")]
+    raise InputError(
+        f"no such configuration: expected a YAML file or one of {', '.join(packaged) or 'none'}",
+        file=path_or_name,
+    )
+
+
+def _read_yaml(file: Path) -> dict[str, Any]:
+    try:
+        data = yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader)  # noqa: S506 (a SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise InputError(
+            f"not valid YAML: {error.problem or error.context}",
+            file=file, row=mark.line + 1 if mark else None,
+        ) from None  # fmt: skip
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"not valid YAML: {_first_line(str(error))}", file=file) from None
+    except OSError as error:
+        raise InputError(f"cannot read: {error.strerror}", file=file) from None
+    if not isinstance(data, dict):
+        raise InputError("expected a mapping of settings (source:, engine:, release:, …)", file=file)
+    return data
+
+
+# --- --set ----------------------------------------------------------------------------------
+
+
+def _apply(data: dict[str, Any], change: str) -> str:
+    """Make one change in place; the dotted path that was changed."""
+    path, equals, text = change.partition("=")
+    parts = path.strip().split(".")
+    if not equals or not all(parts):
+        raise InputError(f"expected key.subkey=value, got '{_short(path)}'", file=SETTING)
+    try:
+        value = yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
+    except yaml.YAMLError:
+        raise InputError(
+            "the value is not valid YAML; quote it if it is text", file=SETTING, field=path
+        ) from None
+    here: Any = data
+    models: list[type[BaseModel]] = [GradedConfig]
+    for i, part in enumerate(parts[:-1]):
+        models = _narrow(models, here)
+        key = _key(here, part, path)
+        if isinstance(here, dict) and here.get(key) is None:
+            here[key] = _default(models, part)
+        here = here[key]
+        if not isinstance(here, dict | list):
+            raise InputError(f"'{'.'.join(parts[: i + 1])}' holds no settings", file=SETTING, field=path)
+        if isinstance(key, str):
+            models = _models_of(models, key)
+    here[_key(here, parts[-1], path)] = value
+    return path.strip()
+
+
+def _key(here: dict[str, Any] | list[Any], part: str, path: str) -> Any:
+    if isinstance(here, dict):
+        return part
+    if part.isdecimal() and int(part) < len(here):
+        return int(part)
+    raise InputError(f"expected an index from 0 to {len(here) - 1}, got '{part}'", file=SETTING, field=path)
+
+
+def _default(models: list[type[BaseModel]], name: str) -> Any:
+    """The default of a field as plain data, so that a change can reach into it; else an empty mapping."""
+    for model in models:
+        info = model.model_fields.get(name)
+        if info is not None and info.default not in (None, PydanticUndefined):
+            return _sparse(info.default)
+    return {}
+
+
+def _sparse(value: Any) -> Any:
+    """A setting without what is default anyway; `kind` stays, for it says what the rest means."""
+    if isinstance(value, BaseModel):
+        kept = {name for name, info in type(value).model_fields.items()
+                if name == "kind" or getattr(value, name) != info.default}  # fmt: skip
+        return {name: _sparse(getattr(value, name)) for name in type(value).model_fields if name in kept}
+    if isinstance(value, list | tuple):
+        return [_sparse(v) for v in value]
+    return dict(value) if isinstance(value, dict) else value
+
+
+# --- the tree of models ---------------------------------------------------------------------
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for inner in get_args(annotation) for model in _models_in(inner)]
+
+
+def _models_of(models: list[type[BaseModel]], name: str) -> list[type[BaseModel]]:
+    return [
+        inner
+        for model in models
+        if name in model.model_fields
+        for inner in _models_in(model.model_fields[name].annotation)
+    ]
+
+
+def _narrow(models: list[type[BaseModel]], data: Any) -> list[type[BaseModel]]:
+    """Of several models that may stand here, the one that `kind` names."""
+    kind = data.get("kind") if isinstance(data, dict) else None
+    named = [m for m in models if "kind" in m.model_fields and m.model_fields["kind"].default == kind]
+    return named or models
+
+
+def _every_path(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, info in model.model_fields.items():
+        yield prefix + name
+        for inner in _models_in(info.annotation):
+            if "tuple" not in str(info.annotation):
+                yield from _every_path(inner, f"{prefix}{name}.")
+
+
+# --- what must not stand in a configuration ----------------------------------------------------
+
+
+def _refuse_secrets(data: Any, file: Path, path: str = "") -> None:
+    """Refuse what looks like a credential: configurations are stored, shown and released.
+
+    Raises:
+        InputError: naming the place, never the value.
+    """
+    if isinstance(data, dict):
+        for key, value in data.items():
+            here = f"{path}.{key}" if path else str(key)
+            if _SECRET_NAME.search(str(key)) and isinstance(value, str) and value:
+                raise _secret(file, here)
+            _refuse_secrets(value, file, here)
+    elif isinstance(data, list):
+        for i, value in enumerate(data):
+            flag = str(value).partition("=")[0]
+            if flag.startswith("--") and _SECRET_NAME.search(flag):
+                raise _secret(file, f"{path}.{i}")
+            _refuse_secrets(value, file, f"{path}.{i}")
+    elif isinstance(data, str) and (_SECRET_VALUE.search(data) or _SECRET_URL.search(data)):
+        raise _secret(file, path)
+
+
+def _secret(file: Path, path: str) -> InputError:
+    return InputError(
+        "looks like a key or password; put it into an environment variable and name that in `api_key_env`",
+        file=file,
+        field=path,
+    )
+
+
+# --- paths ----------------------------------------------------------------------------------
+
+
+def _resolve_paths(data: dict[str, Any], file: Path) -> None:
+    """Make the paths of input files absolute, in place."""
+    places: list[tuple[Any, Any, str]] = [(data.get("source"), "path", "source.path")]
+    places.append((data.get("generation"), "examples", "generation.examples"))
+    judge = data.get("judge")
+    engines = [("engine", data.get("engine"))]
+    if isinstance(judge, dict):
+        engines.append(("judge.engine", judge.get("engine")))
+    for name, engine in engines:
+        if isinstance(engine, dict) and engine.get("kind") == "replay":
+            places.append((engine, "path", f"{name}.path"))
+    filters = data.get("filters")
+    for i, settings in enumerate(filters if isinstance(filters, list) else []):
+        sets = settings.get("sets") if isinstance(settings, dict) else None
+        places += [(sets, k, f"filters.{i}.sets.{k}") for k in (sets if isinstance(sets, dict) else {})]
+    for holder, key, field in places:
+        if isinstance(holder, dict) and isinstance(holder.get(key), str):
+            holder[key] = str(_resolve(holder[key], file, field))
+
+
+def _resolve(value: str, file: Path, field: str) -> Path:
+    if value.startswith("samples:"):
+        candidates = [Path(str(files("gradeloom.data"))) / "samples" / value.removeprefix("samples:")]
+    else:
+        candidates = [Path.cwd() / value, file.resolve().parent / value]
+    for candidate in candidates:
+        if candidate.exists():
+            return candidate.resolve()
+    looked = " and ".join(str(folder) for folder in dict.fromkeys(c.parent for c in candidates))
+    raise InputError(f"no such file or folder: '{value}' (looked in {looked})", file=file, field=field)
+
+
+# --- errors ---------------------------------------------------------------------------------
+
+
+def _one_line(error: ValidationError, data: Any, file: Path, changed: list[str]) -> InputError:
+    """The first of pydantic's complaints as one line: file, field, what was expected."""
+    errors = error.errors(include_url=False)
+    # An unknown key is most often the cause of a missing one, so it is said first.
+    first = min(errors, key=lambda e: e["type"] != "extra_forbidden")
+    path = _path(first["loc"], data)
+    message = _expected(first, path)
+    if len(errors) > 1:
+        message += f" (and {len(errors) - 1} more)"
+    by_hand = bool(path) and any(f"{path}.".startswith(f"{c}.") or c.startswith(f"{path}.") for c in changed)
+    return InputError(message, file=SETTING if by_hand else file, field=path or None)
+
+
+def _path(loc: tuple[int | str, ...], data: Any) -> str:
+    """The place as a person wrote it: pydantic's own names of union members left out."""
+    parts: list[str] = []
+    for i, part in enumerate(loc):
+        inside = part in data if isinstance(data, dict) else _is_index(part, data)
+        if inside:
+            data = data[part]
+        elif isinstance(data, dict) and part == data.get("kind"):
+            continue
+        elif i < len(loc) - 1:
+            data = None
+        parts.append(str(part))
+    return ".".join(parts)
+
+
+def _is_index(part: int | str, data: Any) -> bool:
+    return isinstance(data, list) and isinstance(part, int) and part < len(data)
+
+
+def _expected(error: ErrorDetails, path: str) -> str:
+    kind, given = error["type"], error["input"]
+    context = error.get("ctx", {})
+    if kind == "extra_forbidden":
+        return "unknown setting" + _did_you_mean(error["loc"], path)
+    if kind == "missing":
+        return "is missing and has no default"
+    if kind == "union_tag_not_found":
+        return "expected `kind`: one of " + _kinds(error["loc"])
+    if kind == "union_tag_invalid":
+        return f"unknown kind '{_short(context.get('tag'))}', expected one of {context.get('expected_tags')}"
+    message = error["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    message = message.replace("Input should be", "expected")
+    if kind == "value_error" or isinstance(given, dict | list):
+        return _first_line(message)
+    return _first_line(f"{message}, got {_short(json.dumps(given, default=str, ensure_ascii=False))}")
+
+
+def _models_at(loc: Sequence[int | str]) -> list[type[BaseModel]]:
+    models: list[type[BaseModel]] = [GradedConfig]
+    for part in loc:
+        if isinstance(part, int):
+            continue
+        named = [m for m in models if "kind" in m.model_fields and m.model_fields["kind"].default == part]
+        models = named or _models_of(models, part)
+    return models
+
+
+def _kinds(loc: Sequence[int | str]) -> str:
+    return ", ".join(str(m.model_fields["kind"].default) for m in _models_at(loc) if "kind" in m.model_fields)
+
+
+def _did_you_mean(loc: Sequence[int | str], path: str) -> str:
+    name = str(loc[-1])
+    siblings = sorted({field for model in _models_at(loc[:-1]) for field in model.model_fields})
+    parent = path.rpartition(".")[0]
+    close = difflib.get_close_matches(name, siblings, n=1, cutoff=0.6)
+    if close:
+        return f", did you mean `{parent + '.' if parent else ''}{close[0]}`?"
+    elsewhere = [p for p in _every_path(GradedConfig) if p.rpartition(".")[2] == name]
+    if elsewhere:
+        return f", did you mean `{elsewhere[0]}`?"
+    return f"; known here: {', '.join(siblings)}" if siblings else ""
+
+
+def _short(value: Any, limit: int = 60) -> str:
+    text = _first_line(str(value))
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def _first_line(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,300 @@
+"""Results as people read them. Text of models and files is printed, never obeyed or rendered."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from gradeloom.flows.progress import harmless
+
+if TYPE_CHECKING:
+    from gradeloom.flows.doctor import Check
+    from gradeloom.flows.graded import GradedResult
+    from gradeloom.flows.preview import Preview, PreviewRow
+    from gradeloom.flows.runs import RunSummary
+    from gradeloom.schemas.manifest import StageAccount
+    from gradeloom.tasks.release.catalog import Summary
+
+_WIDTH = 120
+"""Columns where there is no terminal to ask."""
+
+
+def as_json(value: Any) -> str:
+    """One line of JSON, ASCII only: no terminal can be confused by it."""
+    return json.dumps(value, default=_plain, ensure_ascii=True)
+
+
+def fields(record: Any) -> dict[str, Any]:
+    """A dataclass instance as a mapping, one level deep."""
+    return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return fields(value)
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, set | frozenset | tuple):
+        return list(value)
+    raise TypeError(f"{type(value).__name__} has no JSON form")
+
+
+class Page:
+    """Lines and tables on stdout."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._out = console or Console(highlight=False)
+        if not self._out.is_terminal:
+            self._out.width = _WIDTH
+
+    def line(self, text: str = "", *, indent: int = 0, style: str = "") -> None:
+        """Text, wrapped; every line of it indented."""
+        from rich.padding import Padding
+
+        self._out.print(Padding(Text(harmless(text), style=style), (0, 0, 0, indent)), soft_wrap=False)
+
+    def path(self, label: str, value: object) -> None:
+        """Something to copy: never wrapped."""
+        self._out.print(Text(f"{label}{harmless(str(value))}"), soft_wrap=True)
+
+    def table(self, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+        """A table; numbers stand to the right."""
+        cells = [list(row) for row in rows]
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for i, name in enumerate(header):
+            numbers = bool(cells) and all(isinstance(row[i], int | float) for row in cells)
+            table.add_column(
+                Text(name, style="bold"), justify="right" if numbers else "left", overflow="fold"
+            )
+        for row in cells:
+            table.add_row(*(Text(_cell(value)) for value in row))
+        self._out.print(table)
+
+
+def _cell(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int) else harmless(str(value))
+
+
+def size(n: float) -> str:
+    """Bytes as `1.2 MB`."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if n < 1000:
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1000
+    return f"{n:.1f} TB"
+
+
+def _share(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.1%}"
+
+
+# --- graded ---------------------------------------------------------------------------------
+
+
+def graded_result(result: GradedResult, name: str, root: str, ui: str | None) -> None:
+    """The end of `graded run`.
+
+    Args:
+        result: how it ended.
+        name: the release's name.
+        root: of releases, for the commands to go on with.
+        ui: where Prefect shows the run, if it does.
+    """
+    page = Page()
+    if result.already:
+        page.path("already released: ", result.release)
+    elif result.release is not None:
+        page.path("release: ", result.release)
+    page.line(f"accept rate: {_share(result.accept_rate)}")
+    if result.accounting:
+        page.line()
+        accounting(page, result.accounting)
+    _usage(page, result.usage)
+    if result.sample is not None:
+        page.line()
+        _sample(page, result.sample)
+    page.line()
+    if result.already:
+        page.path("next: ", _commands(name, result.version, root)[0])
+        return
+    page.path("this run in the Prefect UI: ", f"{ui} (started by: gradeloom ui)" if ui
+              else "not recorded; start `gradeloom ui` before a run")  # fmt: skip
+    if result.release is None:
+        page.line("no release was cut; finished work is kept, the same command goes on from it")
+        return
+    page.line("next:")
+    for command in _commands(name, result.version, root):
+        page.path("  ", command)
+
+
+def _commands(name: str, version: str, root: str) -> list[str]:
+    where = "" if root == "releases" else f" --root {root}"
+    which = f"{name}@{version}"
+    return [
+        f"gradeloom release show {which}{where}",
+        f"gradeloom release verify {which}{where}",
+        f"gradeloom release export {which} --format beir --to {name}-beir{where}",
+    ]
+
+
+def accounting(page: Page, stages: Sequence[StageAccount]) -> None:
+    """Where every row went."""
+    page.table(
+        ("stage", "rows", "kept", "rejected", "failed", "unused", "reasons"),
+        [
+            (s.stage, s.rows, s.kept, s.rejected, s.failed, s.unused, _reasons(s.reasons))
+            for s in stages
+        ],
+    )  # fmt: skip
+
+
+def _reasons(reasons: dict[str, int]) -> str:
+    return ", ".join(f"{n:,} {reason}" for reason, n in sorted(reasons.items(), key=lambda r: (-r[1], r[0])))
+
+
+def _usage(page: Page, usage: dict[str, Any]) -> None:
+    if "prompt_tokens_sent" not in usage:
+        return
+    speed = usage.get("tokens_per_second")
+    page.line()
+    page.line(
+        f"tokens: {usage['prompt_tokens_sent']:,} prompt and {usage['completion_tokens_sent']:,} completion"
+        + (f", {speed:,.1f} completion tokens per second" if speed else "")
+        + f"; {usage.get('requests_sent', 0):,} requests sent, {usage.get('requests_cached', 0):,} cached"
+    )
+
+
+def _sample(page: Page, sample: dict[str, Any]) -> None:
+    page.line("one list in full")
+    page.line(f"query: {sample['query']}", style="bold")
+    for passage in sorted(sample["passages"], key=lambda p: -p["grade"]):
+        judged = "not judged" if passage.get("judged") is None else f"judge says {passage['judged']}"
+        page.line(f"grade {passage['grade']:g} ({judged})", indent=2, style="cyan")
+        page.line(passage["text"], indent=4)
+
+
+def preview(shown: Preview) -> None:
+    """`graded preview`: what was sent, what came back, what became of it, and what to expect."""
+    page = Page()
+    for row in shown.rows:
+        _preview_row(page, row)
+    page.line(
+        f"all {shown.queries:,} queries at this pace: about {shown.tokens:,} tokens, "
+        f"{shown.hours:,.2f} hours; accept rate here {_share(shown.accept_rate)}"
+    )
+
+
+def _preview_row(page: Page, row: PreviewRow) -> None:
+    page.line(f"=== {row.query_id}: {row.query}", style="bold")
+    for sent in row.exchanges:
+        part = f" {sent.part}" if sent.part else ""
+        page.line(f"--- {sent.stage}{part}, attempt {sent.attempt + 1}", style="cyan")
+        for message in sent.messages:
+            page.line(f"{message['role']}:", indent=2, style="dim")
+            page.line(message["content"], indent=4)
+        page.line(
+            f"completion ({sent.outcome}, {sent.prompt_tokens} + {sent.completion_tokens} tokens):",
+            indent=2, style="dim",
+        )  # fmt: skip
+        page.line(sent.text, indent=4)
+    if row.passages:
+        page.line("--- the list", style="cyan")
+    for passage in row.passages:
+        judged, mass = passage.get("judged"), passage.get("mass")
+        verdict = "not judged" if judged is None else f"judge says {judged}"
+        verdict += "" if mass is None else f", mass {mass:.2f}"
+        page.line(f"grade {passage['grade']} ({verdict})", indent=2)
+        page.line(passage["text"], indent=4)
+    verdict = row.status if row.reason is None else f"{row.status} at {row.stage}: {row.reason}"
+    page.line(f"--- {verdict}" + (f" ({row.detail})" if row.detail else ""), style="bold")
+    page.line()
+
+
+# --- releases, runs, cache, doctor ------------------------------------------------------------
+
+
+def releases(found: Sequence[Summary], root: str) -> None:
+    page = Page()
+    if not found:
+        page.line(f"no releases under {root}")
+        return
+    page.table(
+        ("release", "kind", "rows", "released", "digest", ""),
+        [
+            (f"{r.name}@{r.version}", r.kind, ", ".join(f"{t} {n:,}" for t, n in (r.rows or {}).items()),
+             (r.released_at or "")[:19], r.digest[:12], r.problem or ("latest" if r.latest else ""))
+            for r in found
+        ],
+    )  # fmt: skip
+
+
+def release(facts: dict[str, Any]) -> None:
+    """What `catalog.show` says of a release."""
+    from gradeloom.schemas.manifest import StageAccount
+
+    page = Page()
+    page.line(f"{facts['name']}@{facts['version']}", style="bold")
+    for key in ("path", "kind", "parent", "released_at", "digest", "recipe"):
+        if facts.get(key) is not None:
+            page.path(f"{key}: ", facts[key])
+    page.line(f"bytes: {size(facts['bytes'])}")
+    page.line("rows: " + ", ".join(f"{table} {n:,}" for table, n in facts["rows"].items()))
+    page.line(f"accept rate: {_share(facts['accept_rate'])}")
+    for model in facts["models"]:
+        page.line(f"{model['role']}: {model['model']} ({model['kind']}, {model['identity']})")
+    page.line()
+    accounting(page, [StageAccount.model_validate(a) for a in facts["accounting"]])
+    for title in ("quality", "observed"):
+        if facts[title]:
+            page.line()
+            page.line(f"{title}:")
+            for key, value in facts[title].items():
+                page.line(f"{key.replace('_', ' ')}: {value if _simple(value) else as_json(value)}", indent=2)
+
+
+def _simple(value: Any) -> bool:
+    return value is None or isinstance(value, str | int | float | bool)
+
+
+def runs(found: Sequence[RunSummary], root: str) -> None:
+    page = Page()
+    if not found:
+        page.line(f"no runs under {root}")
+        return
+    page.table(
+        ("run", "state", "shards", "rows", "size", "stale", "last change"),
+        [
+            (r.name, r.state if r.pid is None else f"{r.state} (pid {r.pid})", r.shards, r.rows,
+             size(r.bytes), size(r.stale_bytes), time.strftime("%Y-%m-%d %H:%M", time.localtime(r.changed)))
+            for r in found
+        ],
+    )  # fmt: skip
+
+
+def facts(values: dict[str, Any]) -> None:
+    """`name: value` lines."""
+    page = Page()
+    for name, value in values.items():
+        shown = size(value) if name.endswith("bytes") and isinstance(value, int) else value
+        page.path(f"{name.replace('_', ' ')}: ", f"{shown:,}" if isinstance(shown, int) else shown)
+
+
+def checks(found: Sequence[Check], *, ready: bool) -> None:
+    page = Page()
+    page.table(
+        ("", "", "found", "what to do"), [(c.name, c.status, c.found, c.advice) for c in found]
+    )  # fmt: skip
+    page.line()
+    page.line("ready: `make demo`, or `gradeloom graded run --config graded-demo`" if ready
+              else "not ready: see what is missing above")  # fmt: skip
