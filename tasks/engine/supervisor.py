@@ -33,7 +33,7 @@ import psutil
 
 GRACE = 10.0
 """Seconds between TERM and KILL when a stop is asked for."""
-LAST_GRACE = 2.0
+LAST_GRACE = 1.0
 """The same when we, the command or the supervisor died: nothing is left to be finished."""
 UNKILLABLE = 60.0
 """Seconds after KILL until we stop waiting for a process stuck in the kernel."""
@@ -111,7 +111,7 @@ class Supervised:
         with contextlib.suppress(OSError, ValueError):  # it may have ended, or be stopped by another thread
             process.stdin.write(f"{grace}\n".encode())
             process.stdin.close()
-        if not self._gone.wait(grace + 3):
+        if not self._gone.wait(grace + 2):
             process.kill()  # the supervisor itself hangs; the watching thread finishes its work
         self._gone.wait()
         left = members(self.session) if self.session is not None else set()

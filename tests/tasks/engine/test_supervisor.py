@@ -141,9 +141,9 @@ OWNER = textwrap.dedent("""
     s.start()
     if len(sys.argv) > 3 and os.fork() == 0:
         os.setsid()
-        print("fork", os.getpid(), flush=True)
+        os.write(1, f"fork {os.getpid()}\\n".encode())
         time.sleep(300)
-    print("session", s.session, flush=True)
+    os.write(1, f"session {s.session}\\n".encode())
     time.sleep(300)
 """)
 
