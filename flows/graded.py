@@ -152,7 +152,8 @@ class Shard:
             shards=1,
             rows=len(self.source),
             accepted=len(kept(self.labels)),
-            tokens=sum(r.prompt_tokens + r.completion_tokens for r in (*self.lists, *self.judged)),
+            tokens=sum(r.prompt_tokens + r.completion_tokens for r in self.lists)
+            + sum(r.prompt_tokens + r.completion_tokens for r in self.judged),
             truncated=sum(row.truncated > 0 for row in self.lists),
             judgements=len(judgements),
             abstained=sum(judgement.abstained for judgement in judgements),
@@ -418,6 +419,7 @@ class GradedRun:
             decisions = self.index.decide(path.stem, rows)
             self.deduplicated.write(path, ids, decisions)
         self.decided.append(path.stem)
+        self.progress.advance("near_duplicates", len(rows))
         return decisions
 
     def _kept_of(self, name: str) -> list[ListRow]:
@@ -427,8 +429,8 @@ class GradedRun:
 
     async def _judge_and_label(self, shard: Shard) -> None:
         rows = shard.passing(shard.filtered if shard.deduplicated is None else shard.deduplicated)
-        if self.judge is not None and self.judged is not None:
-            judge, engine = self.judge, self.judge_engine
+        judge, engine = self.judge, self.judge_engine
+        if judge is not None and engine is not None and self.judged is not None:
             shard.judged = await self._rows(self.judged, shard.ordinal, rows, lambda row: judge(engine, row))
             rows = shard.passing(shard.judged)
         judged = {row.id: row for row in shard.judged}

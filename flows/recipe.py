@@ -16,7 +16,7 @@ from gradeloom.schemas.manifest import ModelIdentity
 from gradeloom.schemas.rows import digest
 from gradeloom.tasks.filter.decontaminate import Contamination
 from gradeloom.tasks.generate.graded import GradedGenerator
-from gradeloom.tasks.label.policy import default_policy
+from gradeloom.tasks.label.policy import Policy, default_policy
 from gradeloom.tasks.prompts import Prompt
 from gradeloom.tasks.sources import source_digest
 
@@ -41,7 +41,7 @@ class Recipe:
     digest: str
     prompts: dict[str, str]
     models: list[ModelIdentity]
-    policy: str
+    policy: Policy
     judge_independent: bool | None
 
 
