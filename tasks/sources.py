@@ -320,10 +320,14 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Lines that are not empty, with their 1-based numbers, without byte order mark and line end."""
     with _opened(path) as file:
         for number, line in enumerate(file, 1):
-            content = line.removeprefix(_BOM) if number == 1 else line
-            content = content.rstrip(b"\r\n")
+            content = _unmarked(number, line).rstrip(b"\r\n")
             if content.strip(b" "):
                 yield number, content
+
+
+def _unmarked(number: int, line: bytes) -> bytes:
+    """The line without the byte order mark that a file may begin with."""
+    return line.removeprefix(_BOM) if number == 1 else line
 
 
 def _not_utf8(error: UnicodeDecodeError) -> Fault:
@@ -358,9 +362,13 @@ def _delimited_rows(path: Path, form: str, config: SourceConfig) -> Iterator[Fou
         if isinstance(cells, Fault):
             yield number, cells
         elif len(cells) != len(names):
-            yield number, Fault("bad_row", f"{len(names)} columns were expected, found {len(cells)}")
+            yield number, Fault("bad_row", f"{_count(len(names))} expected, found {len(cells)}")
         else:
             yield number, dict(zip(names, cells, strict=True))
+
+
+def _count(columns: int) -> str:
+    return "1 column was" if columns == 1 else f"{columns} columns were"
 
 
 def _tsv_cells(path: Path) -> Iterator[tuple[int, list[str] | Fault]]:
@@ -376,7 +384,7 @@ def _csv_cells(path: Path) -> Iterator[tuple[int, list[str] | Fault]]:
     # stand in can be named, quoted line ends included.
     csv.field_size_limit(_LARGEST_CSV_FIELD)
     with _opened(path) as file:
-        text = (line.decode(errors="surrogateescape") for line in file)
+        text = (_unmarked(n, line).decode(errors="surrogateescape") for n, line in enumerate(file, 1))
         reader = csv.reader(text, strict=True)
         while True:
             number = reader.line_num + 1
@@ -387,8 +395,6 @@ def _csv_cells(path: Path) -> Iterator[tuple[int, list[str] | Fault]]:
             except csv.Error as error:
                 yield number, Fault("bad_row", f"is not CSV ({error})")
                 continue
-            if number == 1 and cells:
-                cells[0] = cells[0].removeprefix("\ufeff")
             if any(cell.strip() for cell in cells) or len(cells) > 1:
                 yield number, _decoded(cells)
 
