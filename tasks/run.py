@@ -18,19 +18,19 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import orjson
-import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pydantic import ValidationError
 
 from gradeloom.schemas.errors import InputError
 from gradeloom.schemas.manifest import StageAccount
-from gradeloom.schemas.rows import Row, arrow_schema, digest
+from gradeloom.schemas.rows import Row, Status, arrow_schema, digest
 
 R = TypeVar("R", bound=Row)
 
@@ -65,8 +65,10 @@ def write_whole(path: Path, write: Callable[[Path], None]) -> None:
         temporary.rename(path)
         sync_folder(path.parent)
     except OSError as error:
-        temporary.unlink(missing_ok=True) if path.parent.is_dir() else None
         raise InputError(f"cannot write: {error.strerror or error}", file=path) from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
     crash_point("after-rename")
 
 
@@ -83,7 +85,11 @@ def write_rows(path: Path, rows: Sequence[Row], row_type: type[Row]) -> None:
     """Write rows as one Parquet file, whole or not at all."""
     schema = arrow_schema(row_type)
     table = pa.Table.from_pylist([row.model_dump() for row in rows], schema=schema)
-    write_whole(path, lambda temporary: pq.write_table(table, temporary, compression="zstd"))
+    write_whole(
+        path,
+        # Without checksums one flipped bit in twenty is read back as another row.
+        lambda temporary: pq.write_table(table, temporary, compression="zstd", write_page_checksum=True),
+    )
 
 
 @dataclass(frozen=True)
@@ -112,12 +118,13 @@ class Stage(Generic[R]):
         if not path.exists():
             return None
         try:
-            table = pq.read_table(path, schema=arrow_schema(self.row_type))
-        except (pa.ArrowInvalid, OSError) as error:
+            table = pq.read_table(path, schema=arrow_schema(self.row_type), page_checksum_verification=True)
+            return [self.row_type.model_validate(row) for row in table.to_pylist()]
+        except (pa.ArrowException, OSError, UnicodeDecodeError, ValidationError) as error:
+            problem = " ".join(str(error).split())[:200]
             raise InputError(
-                f"damaged shard ({error}); delete it and start the run again", file=path
+                f"damaged shard ({problem}); delete it and start the run again", file=path
             ) from error
-        return [self.row_type.model_validate(row) for row in table.to_pylist()]
 
     def write(self, path: Path, ids: Sequence[str], rows: Sequence[R]) -> None:
         """Write a shard; every input id must stand in it exactly once, in order."""
@@ -136,6 +143,10 @@ class Accounting:
 
     def add(self, stage: str, rows: Iterable[Row]) -> None:
         self._counts.setdefault(stage, Counter()).update((row.status, row.reason) for row in rows)
+
+    def count(self, stage: str, status: Status, reason: str | None, rows: int) -> None:
+        """Add rows that no stage has looked at."""
+        self._counts.setdefault(stage, Counter())[status, reason] += rows
 
     def stages(self) -> list[StageAccount]:
         accounts = []
@@ -196,9 +207,13 @@ class RunDirectory:
                     f"another process (pid {holder}) works on this run; wait for it or stop it",
                     file=self.path,
                 ) from None
-            os.ftruncate(handle, 0)
-            os.pwrite(handle, str(os.getpid()).encode(), 0)
-            self._remove_leftovers()
+            try:
+                # Before the disk is asked for anything: what a killed process left may be what fills it.
+                self._remove_leftovers()
+                os.ftruncate(handle, 0)
+                os.pwrite(handle, str(os.getpid()).encode(), 0)
+            except OSError as error:
+                raise InputError(f"cannot take the run: {error.strerror}", file=self.path) from error
             yield self
         finally:
             os.close(handle)
@@ -210,17 +225,18 @@ class RunDirectory:
 
 
 def is_locked(path: Path) -> int | None:
-    """The pid that works on a run directory, or None."""
+    """The pid that works on a run directory (0 when it has not said so yet), or None."""
     try:
-        pid = int((path / "lock").read_text() or 0)
-        handle = os.open(path / "lock", os.O_RDWR)
-    except (OSError, ValueError):
+        handle = os.open(path / "lock", os.O_RDONLY)
+    except OSError:
         return None
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Shared: two that only look do not take each other for the holder.
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return None
     except BlockingIOError:
-        return pid if psutil.pid_exists(pid) else None
+        holder = os.pread(handle, 32, 0)
+        return int(holder) if holder.isdigit() else 0
     finally:
         os.close(handle)
 
