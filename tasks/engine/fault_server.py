@@ -8,10 +8,10 @@ environment variable GRADELOOM_FAULT. Nothing depends on arrival order:
   request. The request log, if there is one, carries occurrences over a restart.
 
 A request with a schema gets compact JSON: for every property a passage of random words, as long as a
-"between X and Y words" in its prompt asks for, that ends with a mark such as `Ref tier-2.` after the
-grade in the property's name. A request for one token reads these marks in its last message and answers
-with a grade, or, where it sees two of them, with the letter of the better passage. Any other request
-gets one sentence.
+"between X and Y words" in its prompt asks for, that ends with a mark such as `Ref tier-2.` of the grade
+that the property's name ends with, or else of the last level that the prompt names. A request for one
+token reads these marks in its last message and answers with a grade, or, where it sees two of them,
+with the letter of the better passage. Any other request gets one sentence.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ OTHER_TOKENS = ("The", "Grade", " ", "\n", "**", "I", "Score", "#")
 LATE = 0.03
 """Probability that even a clear answer leaves to tokens outside the scale."""
 
-_LENGTH = re.compile(r"between (\d+) and (\d+) words")
+_LENGTH = re.compile(r"(\d+) (?:and|to) (\d+) words")
+_LEVEL = re.compile(r"level\D{1,20}(\d)", re.IGNORECASE)
 _MARK = re.compile(r"tier-(\d)")
 _SCALE = re.compile(r"^\W*(\d)\s*[:=.)–—-]", re.MULTILINE)
 _SYLLABLES = ("ba", "co", "di", "fe", "gu", "ha", "lo", "mi", "ne", "po", "ra", "si", "ta", "vu", "we", "zy")
@@ -172,12 +173,12 @@ class FaultServer:
             # One of four lists that never change, so that the second to use it repeats the first.
             dice = _Dice(bytes([dice.below(4)]) * 16)
         low, high = _wanted_length(messages)
+        last_level = ([0, *_LEVEL.findall(messages[-1]["content"])])[-1]
         passages = {}
         for name in properties:
             words = low + dice.below(high - low + 1)
-            grade = name.rpartition("_")[2]
-            mark = f"Ref tier-{grade}." if grade.isdecimal() else "Ref."
-            passages[name] = f"{_sentences(dice, max(1, words - 2))} {mark}"
+            grade = name[-1] if name[-1:].isdecimal() else last_level
+            passages[name] = f"{_sentences(dice, max(1, words - 2))} Ref tier-{grade}."
         text = orjson.dumps(passages).decode()
         if spoiled == "truncate":
             text = text[: len(text) // 2]

@@ -183,31 +183,32 @@ class HttpBackend:
 
     def _completion(self, endpoint: _Endpoint, request: Request, body: bytes) -> Completion:
         try:
-            answer = orjson.loads(body)
-            choice = answer["choices"][0]
-            message, finish = choice["message"], choice["finish_reason"]
-            text = message["content"] or ""
-            refusal = message.get("refusal")
-            usage = answer["usage"]
-            prompt_tokens = int(usage["prompt_tokens"])
-            completion_tokens = int(usage["completion_tokens"])
-            logprobs = _first_token(choice) if request.sampling.top_logprobs > 0 else None
-            if not isinstance(text, str):
-                raise TypeError(f"content is {type(text).__name__}, not a string")
+            return self._parsed(endpoint, request, orjson.loads(body))
         except orjson.JSONDecodeError:
-            raise TransportFault(f"{endpoint.url}: HTTP 200 with a body that is not JSON") from None
+            problem = "with a body that is not JSON"
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            what = self._quote(_message(body) if b'"error"' in body else f"{type(error).__name__}: {error}")
-            raise TransportFault(
-                f"{endpoint.url}: HTTP 200 without the fields of a completion{what}"
-            ) from None
+            said = _message(body) if b'"error"' in body else f"{type(error).__name__}: {error}"
+            problem = f"without the fields of a completion{self._quote(said)}"
+        # Raised out here, so that nothing unmasked hangs on the error as its context.
+        raise TransportFault(f"{endpoint.url}: HTTP 200 {problem}")
+
+    def _parsed(self, endpoint: _Endpoint, request: Request, answer: Any) -> Completion:
+        choice = answer["choices"][0]
+        message, finish = choice["message"], choice["finish_reason"]
+        text = message["content"] or ""
+        if not isinstance(text, str):
+            raise TypeError(f"content is {type(text).__name__}, not a string")
+        prompt_tokens = int(answer["usage"]["prompt_tokens"])
+        completion_tokens = int(answer["usage"]["completion_tokens"])
         if finish == "length" and request.sampling.max_tokens == 1:
             finish = "stop"  # one token was all that was asked for; servers call that cut off
+        refusal = message.get("refusal")
         if refusal or finish == "content_filter":
             said = self._quote(str(refusal or finish)).removeprefix(": ")
             return Completion("refused", said, prompt_tokens, completion_tokens)
         if finish not in ("stop", "length"):
             raise TransportFault(f"{endpoint.url}: finish_reason{self._quote(str(finish))}")
+        logprobs = _first_token(choice) if request.sampling.top_logprobs > 0 else None
         return Completion(finish, self._key.mask(text), prompt_tokens, completion_tokens, logprobs)
 
     def _quote(self, said: str) -> str:
@@ -307,17 +308,18 @@ class _Endpoint:
         """Status, seconds of Retry-After if given, and body.
 
         Raises:
-            TransportFault: there was no whole response. Nothing of aiohttp's errors is chained to it:
-                they carry the request's headers, and so the key.
+            TransportFault: there was no whole response. aiohttp's own error does not hang on it: it may
+                hold the request's headers, and so the key.
         """
         assert self._session is not None, "send before start"
         try:
             async with self._session.post(self._target, data=body, allow_redirects=False) as response:
                 return response.status, _seconds(response.headers.get("Retry-After")), await response.read()
         except TimeoutError:
-            raise TransportFault(f"{self.url}: no answer in time") from None
+            problem = "no answer in time"
         except (aiohttp.ClientError, OSError) as error:
-            raise TransportFault(f"{self.url}: {_short(error)}") from None
+            problem = _short(error)
+        raise TransportFault(f"{self.url}: {problem}")
 
 
 def _short(error: Exception) -> str:
