@@ -123,7 +123,7 @@ def cut_release(
         }
         with _writing(target):
             _write_card(staging, config, facts, figures, rows)
-        _reload(staging, rows)
+        _reload(staging, target, rows)
         content = _content(staging, config, facts, figures)
         check(staging, content)
         now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -361,7 +361,7 @@ def _write_manifest(staging: Path, manifest: Manifest) -> None:
 # --- reload ---------------------------------------------------------------------------------
 
 
-def _reload(staging: Path, rows: dict[str, int]) -> None:
+def _reload(staging: Path, target: Path, rows: dict[str, int]) -> None:
     """Load every configuration as its users will, and compare features and row counts."""
     from datasets import Features
     from datasets.exceptions import DatasetGenerationError
@@ -369,26 +369,43 @@ def _reload(staging: Path, rows: dict[str, int]) -> None:
     cache = staging.with_name(f"{staging.name}-reload")
     try:
         for table, schema in TABLES.items():
-            features, count = _loaded(staging, table, cache, empty=not rows[table])
+            features, count = _loaded(staging, table, cache)
             assert features == Features.from_arrow_schema(schema), f"{table} loads with {features}"
             assert count == rows[table], f"{table} loads with {count} rows, {rows[table]} were written"
     except (OSError, DatasetGenerationError) as error:
+        reason = error.__cause__ or error
         raise InputError(
-            f"the release cannot be loaded again: {error.__cause__ or error}", file=staging
+            f"cannot load what was written; nothing of it was left: {reason}", file=target
         ) from error
     finally:
         shutil.rmtree(cache, ignore_errors=True)
 
 
-def _loaded(staging: Path, table: str, cache: Path, *, empty: bool) -> tuple[Any, int]:
-    """Features and rows of one configuration; one without rows loads only as a stream."""
-    from datasets import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars, load_dataset
+def _loaded(staging: Path, table: str, cache: Path) -> tuple[Any, int]:
+    """Features and rows of one configuration.
+
+    Through the builder, for `load_dataset` reads a table without rows only as a stream, and streams
+    import torch.
+    """
+    from datasets import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+        load_dataset_builder,
+    )
+    from pyarrow.dataset import ParquetFragmentScanOptions
 
     shown = not are_progress_bars_disabled()
     disable_progress_bars()
     try:
-        data = load_dataset(str(staging), table, split="train", cache_dir=str(cache), streaming=empty)
-        return data.features, sum(1 for _ in data) if empty else len(data)
+        builder = load_dataset_builder(
+            str(staging),
+            table,
+            cache_dir=str(cache),
+            fragment_scan_options=ParquetFragmentScanOptions(pre_buffer=False),  # else whole files in memory
+        )
+        builder.download_and_prepare()
+        return builder.info.features, builder.info.splits["train"].num_examples
     finally:
         if shown:
             enable_progress_bars()
