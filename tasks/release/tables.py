@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from gradeloom.schemas.errors import InputError
 
 FILE_ROWS = 200_000
-ROW_GROUP_ROWS = 10_000
+ROW_GROUP_ROWS = 2_000  # writer and readers hold a few whole row groups, and a list is kilobytes
 
 WRITER_OPTIONS: dict[str, Any] = {
     "compression": "zstd",
@@ -107,14 +107,15 @@ class TableWriter:
         self._end_file()
 
     def abort(self) -> None:
-        """Let go of a file that could not be written."""
+        """Let go of a file that was not finished; nothing to do after `close`."""
         if self._writer is not None:
             with suppress(OSError):
                 self._writer.close()
 
     def _flush(self) -> None:
         if self._writer is None:
-            self._writer = pq.ParquetWriter(self._path(), self._schema, **WRITER_OPTIONS)
+            self._path = self._folder / f"train-{self._files:05d}.parquet"
+            self._writer = pq.ParquetWriter(self._path, self._schema, **WRITER_OPTIONS)
             self._files += 1
         if self._group:
             self._writer.write_table(pa.Table.from_pylist(self._group, schema=self._schema))
@@ -123,15 +124,12 @@ class TableWriter:
         if self._file_rows >= FILE_ROWS:
             self._end_file()
 
-    def _path(self) -> Path:
-        return self._folder / f"train-{self._files:05d}.parquet"
-
     def _end_file(self) -> None:
         if self._writer is None:
             return
         self._writer.close()
         self._writer, self._file_rows = None, 0
-        sync_file(self._folder / f"train-{self._files - 1:05d}.parquet")
+        sync_file(self._path)
 
 
 def sync_file(path: Path) -> None:

@@ -124,6 +124,8 @@ def _check_schema(path: Path, found: pa.Schema, expected: pa.Schema) -> None:
 # --- rows: keys, references, grades ---------------------------------------------------------
 
 _INDEX = """
+PRAGMA journal_mode = OFF;
+PRAGMA cache_size = -16384;
 CREATE TABLE queries (id TEXT PRIMARY KEY, text TEXT, place INTEGER) WITHOUT ROWID;
 CREATE TABLE corpus (id TEXT PRIMARY KEY, text TEXT, place INTEGER) WITHOUT ROWID;
 CREATE TABLE qrels (query TEXT, passage TEXT, score INTEGER, place INTEGER,
@@ -341,10 +343,8 @@ def _check_accounting(folder: Path, content: Content) -> str:
         raise wrong(f"the last stage kept {handed_on} rows, queries holds {rows['queries']}")
     _check_rejects(folder, content)
     unused = sum(account.unused for account in content.accounting)
-    return (
-        f"accounting: {content.accounting[0].rows} rows in, {handed_on} released, {rows['rejects']} in rejects,"
-        f" {unused} unused"
-    )
+    went = f"{handed_on} released, {rows['rejects']} in rejects, {unused} unused"
+    return f"accounting: {content.accounting[0].rows} rows in, {went}"
 
 
 def _check_rejects(folder: Path, content: Content) -> None:

@@ -14,7 +14,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -220,9 +220,11 @@ def _write_tables(staging: Path, target: Path, stories: Iterable[Story]) -> dict
     Returns:
         Rows per table.
     """
-    with _writing(target):
-        writers = {table: TableWriter(staging / table, schema) for table, schema in TABLES.items()}
-    try:
+    with ExitStack() as stack:
+        with _writing(target):
+            writers = {table: TableWriter(staging / table, schema) for table, schema in TABLES.items()}
+        for writer in writers.values():
+            stack.callback(writer.abort)
         for story in stories:
             released = list(_rows(story))
             with _writing(target):
@@ -232,10 +234,6 @@ def _write_tables(staging: Path, target: Path, stories: Iterable[Story]) -> dict
             for table, writer in writers.items():
                 writer.close()
                 sync_folder(staging / table)
-    except BaseException:
-        for writer in writers.values():
-            writer.abort()
-        raise
     return {table: writer.rows for table, writer in writers.items()}
 
 

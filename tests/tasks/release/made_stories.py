@@ -64,7 +64,7 @@ def dropped(
     grade: int | None = None,
 ) -> Story:
     """Row n, which `stage` did not let through."""
-    story = kept(n, query=query)
+    story = kept(n)
     decision: Row = DecisionRow.model_validate(
         {"id": f"row{n}", "ordinal": n, "status": status, "reason": reason, "detail": "why", "grade": grade}
     )
