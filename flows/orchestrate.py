@@ -113,7 +113,8 @@ async def run_flow(config: GradedConfig, *, progress: Progress, compose: Composi
     from prefect.settings import temporary_settings
 
     # The environment counts when Prefect is imported for the first time, this one also later.
-    with temporary_settings({"api.url": url}):
+    # A server that is gone is asked again for a quarter of a minute, not for two.
+    with temporary_settings({"api.url": url, "client.max_retries": 3}):
         await _check_api(url)
         return await _as_flow_run(config, progress, compose)
 
@@ -139,6 +140,7 @@ async def _as_flow_run(config: GradedConfig, progress: Progress, compose: Compos
     for name in ("prefect.flow_runs", "prefect.task_runs", "prefect.engine"):
         # What they say of the run goes to the API; on stderr the command speaks for itself.
         logging.getLogger(name).propagate = False
+    logging.getLogger("EventsWorker").setLevel(logging.ERROR)  # else it counts down what it still has to send
 
     async def graded(config: GradedConfig) -> State[None]:
         """Queries in, a verified, versioned release of graded passages out."""
@@ -195,7 +197,7 @@ class Outcome:
     """How a composition ended, beside what Prefect makes of it."""
 
     result: GradedResult | None = None
-    error: GradeloomError | None = None
+    error: Exception | None = None
     flow_run_url: str | None = None
 
     def state(self) -> State[None]:
@@ -217,7 +219,7 @@ async def inside_flow_run(
 ) -> None:
     """Run a composition within the flow run that is under way, and publish its progress and accounting.
 
-    A `GradeloomError` ends up in `outcome`, not in the air: Prefect would log its traceback.
+    A `GradeloomError` ends in `outcome` alone, for Prefect would log its traceback; a defect is raised, too.
     """
     from prefect.logging import get_run_logger
 
@@ -238,6 +240,9 @@ async def inside_flow_run(
     except GradeloomError as error:
         outcome.error = error
         logger.error("%s", harmless(str(error)))
+    except Exception as error:
+        outcome.error = error
+        raise
     finally:
         progress.listeners.remove(log)
 

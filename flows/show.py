@@ -62,7 +62,7 @@ class Page:
         """Text, wrapped; every line of it indented."""
         from rich.padding import Padding
 
-        self._out.print(Padding(Text(harmless(text), style=style), (0, 0, 0, indent)), soft_wrap=False)
+        self._out.print(Padding(Text(harmless(text), style=style), (0, 0, 0, indent), expand=False))
 
     def path(self, label: str, value: object) -> None:
         """Something to copy: never wrapped."""
@@ -292,9 +292,9 @@ def facts(values: dict[str, Any]) -> None:
 
 def checks(found: Sequence[Check], *, ready: bool) -> None:
     page = Page()
-    page.table(
-        ("", "", "found", "what to do"), [(c.name, c.status, c.found, c.advice) for c in found]
-    )  # fmt: skip
-    page.line()
-    page.line("ready: `make demo`, or `gradeloom graded run --config graded-demo`" if ready
+    for check in found:
+        page.path(f"{check.status:9}{check.name:10}", check.found)
+        if check.advice:
+            page.path(" " * 19 + "-> ", check.advice)
+    page.path("", "ready: `make demo`, or `gradeloom graded run --config graded-demo`" if ready
               else "not ready: see what is missing above")  # fmt: skip
