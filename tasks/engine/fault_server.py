@@ -35,6 +35,8 @@ from aiohttp import web
 from gradeloom.schemas.config import FaultEngine
 
 SETTINGS = "GRADELOOM_FAULT"
+BACKLOG = 4096
+"""Connections that may wait to be accepted: on a Unix socket one more fails at once."""
 OTHER_TOKENS = ("The", "Grade", " ", "\n", "**", "I", "Score", "#")
 LATE = 0.03
 """Probability that even a clear answer leaves to tokens outside the scale."""
@@ -315,7 +317,7 @@ async def serve(config: FaultEngine, socket: Path) -> None:
         loop.add_signal_handler(number, stop.set)
     runner = web.ServerRunner(web.Server(FaultServer(config), access_log=None), shutdown_timeout=0.1)
     await runner.setup()
-    await web.UnixSite(runner, socket).start()
+    await web.UnixSite(runner, socket, backlog=BACKLOG).start()
     try:
         await stop.wait()
     finally:

@@ -1,14 +1,20 @@
-"""An OpenAI-like server in the test's own process that answers as the test says."""
+"""Servers in the test's own process: one that answers as the test says, and the fault server."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, Self
 
 import orjson
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from gradeloom.schemas.config import FaultEngine
+from gradeloom.tasks.engine.fault_server import BACKLOG, FaultServer
+from gradeloom.tasks.engine.http import HttpBackend
 from gradeloom.tasks.engine.types import Asked, Request, Sampling
 
 Answer = Callable[[dict[str, Any]], Awaitable[web.StreamResponse]]
@@ -77,3 +83,19 @@ def a_request(text: str = "hi", **sampling: Any) -> Request:
 
 def asked(row: str = "r0", attempt: int = 0, part: str = "") -> Asked:
     return Asked("generate", "f00d", row, part, attempt, row)
+
+
+@asynccontextmanager
+async def fault_server_here(**settings: Any) -> AsyncIterator[HttpBackend]:
+    """A client of a fault server that has no process of its own, and so starts at once."""
+    with tempfile.TemporaryDirectory() as folder:
+        runner = web.ServerRunner(web.Server(FaultServer(FaultEngine(**settings))), shutdown_timeout=0.1)
+        await runner.setup()
+        await web.UnixSite(runner, Path(folder) / "socket", backlog=BACKLOG).start()
+        backend = HttpBackend([f"unix:{folder}/socket"], model="fault", identity="", request_timeout=60.0)
+        await backend.start()
+        try:
+            yield backend
+        finally:
+            await backend.stop()
+            await runner.cleanup()
