@@ -103,8 +103,11 @@ class NearDuplicateIndex:
     def __init__(self, path: Path, config: NearDuplicatesFilter) -> None:
         self._path = path
         self._config = config
-        with self._reported():
+        try:
             path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"cannot make the index: {error.strerror}", file=path) from error
+        with self._reported():
             # One thread at a time, but not always the same.
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             try:
@@ -123,8 +126,7 @@ class NearDuplicateIndex:
         settings = orjson.dumps([1, content_view(self._config), version("rensa")]).decode()
         if self._db.execute("SELECT settings FROM made_with").fetchone() != (settings,):
             with self._transaction():
-                self._clear()
-                self._db.execute("DELETE FROM made_with")
+                self._empty("made_with", "shards", "passages", "keys")
                 self._db.execute("INSERT INTO made_with VALUES (?)", (settings,))
 
     def __enter__(self) -> NearDuplicateIndex:
@@ -277,7 +279,7 @@ class NearDuplicateIndex:
             )
             last = self._last_number()
             if not last:
-                self._clear()
+                self._empty("passages", "keys")
                 return
             # Keys do not stand by passage: they are computed again.
             while passages := self._db.execute(
@@ -290,8 +292,8 @@ class NearDuplicateIndex:
                 self._db.executemany("DELETE FROM keys WHERE key = ? AND number = ?", keys)
                 self._db.executemany("DELETE FROM passages WHERE number = ?", ((n,) for n in numbers))
 
-    def _clear(self) -> None:
-        for table in ("shards", "passages", "keys"):
+    def _empty(self, *tables: str) -> None:
+        for table in tables:
             self._db.execute(f"DELETE FROM {table}")
 
     @contextmanager
@@ -309,8 +311,6 @@ class NearDuplicateIndex:
     def _reported(self) -> Iterator[None]:
         try:
             yield
-        except OSError as error:
-            raise InputError(f"cannot make the index: {error.strerror}", file=self._path) from error
         except sqlite3.DatabaseError as error:
             name = getattr(error, "sqlite_errorname", "")
             if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):

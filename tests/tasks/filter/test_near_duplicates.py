@@ -249,6 +249,16 @@ def test_shards_that_are_missing_are_read_again(tmp_path: Path) -> None:
         assert [d.status for d in decisions] == ["rejected", "kept", "kept", "rejected", "rejected"]
 
 
+def test_shards_without_passages_stay(tmp_path: Path) -> None:
+    with NearDuplicateIndex(tmp_path / "i", DEFAULT) as index:
+        index.decide("a", [])
+        index.decide("b", lists([text(1)]))
+        index.sync(["a"], nothing_kept)
+        index.sync(["a"], nothing_kept)
+        assert index.decide("b", lists([text(1)]))[0].status == "kept"
+        index.sync(["a", "b"], nothing_kept)
+
+
 def test_a_shard_is_decided_once(tmp_path: Path) -> None:
     with NearDuplicateIndex(tmp_path / "i", DEFAULT) as index:
         index.decide("a", lists([text(1)]))
