@@ -22,20 +22,23 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gradeloom.flows.concurrency import InOrder, cancelled, in_parallel
+from gradeloom.flows.estimate import expected_tokens
 from gradeloom.flows.orchestrate import Orchestration
-from gradeloom.flows.pacing import Estimate, Pace, Tally
+from gradeloom.flows.pacing import Estimate, Pace
 from gradeloom.flows.progress import Progress
 from gradeloom.flows.recipe import Recipe, graded_recipe, steps
+from gradeloom.flows.shard import Shard, kept
 from gradeloom.schemas.config import (
     DecontaminateFilter,
     GradedConfig,
     NearDuplicatesFilter,
+    ReplayEngine,
     VllmEngine,
     content_view,
 )
 from gradeloom.schemas.errors import InputError, RunIncomplete
 from gradeloom.schemas.manifest import Manifest, StageAccount
-from gradeloom.schemas.rows import DecisionRow, JudgedRow, LabelRow, ListRow, Passage, QueryRow, Row
+from gradeloom.schemas.rows import DecisionRow, JudgedRow, LabelRow, ListRow, QueryRow, Row
 from gradeloom.tasks.engine.engine import Engine
 from gradeloom.tasks.engine.store import Ledger, RequestCache
 from gradeloom.tasks.evaluate.grades import quality
@@ -122,70 +125,6 @@ def accept_rate(accounting: Sequence[StageAccount]) -> float | None:
     if not accounting or not (worked := accounting[0].rows - accounting[0].unused):
         return None
     return accounting[-1].kept / worked
-
-
-@dataclass
-class Shard:
-    """One shard's rows, stage by stage. Held only while it is worked on or released."""
-
-    ordinal: int
-    source: list[QueryRow]
-    lists: list[ListRow] = field(default_factory=list)
-    filtered: list[DecisionRow] = field(default_factory=list)
-    deduplicated: list[DecisionRow] | None = None
-    judged: list[JudgedRow] = field(default_factory=list)
-    labels: list[LabelRow] = field(default_factory=list)
-
-    @property
-    def queries(self) -> list[QueryRow]:
-        return kept(self.source)
-
-    def passing(self, decisions: Sequence[Row]) -> list[ListRow]:
-        """The lists whose decision is `kept`."""
-        ids = {row.id for row in kept(decisions)}
-        return [row for row in self.lists if row.id in ids]
-
-    def tally(self) -> Tally:
-        """This shard's sums."""
-        judgements = [judgement for row in self.judged for judgement in row.judgements]
-        return Tally(
-            shards=1,
-            rows=len(self.source),
-            accepted=len(kept(self.labels)),
-            tokens=sum(r.prompt_tokens + r.completion_tokens for r in self.lists)
-            + sum(r.prompt_tokens + r.completion_tokens for r in self.judged),
-            truncated=sum(row.truncated > 0 for row in self.lists),
-            judgements=len(judgements),
-            abstained=sum(judgement.abstained for judgement in judgements),
-        )
-
-    def stages(self) -> list[tuple[str, Sequence[Row]]]:
-        return [
-            ("source", self.source),
-            ("generate", self.lists),
-            ("filter", self.filtered),
-            ("near_duplicates", self.deduplicated or []),
-            ("judge", self.judged),
-            ("label", self.labels),
-        ]
-
-    def stories(self) -> Iterator[Story]:
-        """What became of each source row, in order."""
-        last: dict[str, tuple[str, Row]] = {}
-        for stage, rows in self.stages():
-            last.update((row.id, (stage, row)) for row in rows)
-        lists = {row.id: row for row in self.lists}
-        judged = {row.id: row for row in self.judged}
-        labels = {row.id: row for row in self.labels}
-        for query in self.source:
-            stage, decision = last[query.id]
-            yield Story(
-                query, lists.get(query.id), judged.get(query.id), labels.get(query.id), stage, decision
-            )
-
-
-def kept(rows: Sequence[R]) -> list[R]:
-    return [row for row in rows if row.status == "kept"]
 
 
 class GradedRun:
@@ -275,7 +214,7 @@ class GradedRun:
         self._read_source()
         if self.judge and self.judge_engine:
             self.judge_engine.check_labels(self.judge.labels)
-        self.pace = Pace(self.config.run, self.rows, self.estimate())
+        self.pace = Pace(self.config.run, self.rows, self._estimate())
         self._say_what_to_expect()
         if self._one_model_at_a_time():
             await self._drive_phase_by_phase()
@@ -590,6 +529,13 @@ class GradedRun:
 
     # --- what to expect -------------------------------------------------------------------
 
+    def _estimate(self) -> Estimate:
+        """From the first 16 queries; a replayed run costs nothing."""
+        if isinstance(self.config.engine, ReplayEngine):
+            return Estimate(0, 0)
+        sample = kept(self.sources.read(self.plan[0]) or [])[:16]
+        return expected_tokens(sample, self.rows, self.generator, self.judge, self.engine.count_tokens)
+
     def _say_what_to_expect(self) -> None:
         expected, run = self.pace.expected, self.config.run
         for stage in self.recipe.fingerprints:
@@ -597,44 +543,10 @@ class GradedRun:
                 self.progress.stage(stage, self.rows)
         wanted = f", until {run.target:,} lists are accepted" if run.target else ""
         budget = f"; budget {run.budget_tokens:,}" if run.budget_tokens else ""
-        self.progress.say(
-            f"{self.rows:,} queries{wanted}: about {expected.prompt_tokens:,} prompt and "
-            f"{expected.completion_tokens:,} completion tokens expected for all{budget}"
-        )
-
-    def estimate(self) -> Estimate:
-        """Tokens for all rows, extrapolated from the prompts of the first 16 and the lengths asked for."""
-        source = self.sources.read(self.plan[0])
-        sample = kept(source or [])[:16]
-        if not sample:
-            return Estimate(0, 0)
-        buckets = self.config.generation.attributes.length
-        words = sum(b.min_words + b.max_words for b in buckets) / 2 / len(buckets)
-        levels = len(self.config.levels)
-        prompt = sum(self._prompt_tokens(r.messages) for row in sample for r in self.generator.requests(row))
-        completion = len(sample) * min(
-            levels * (words * TOKENS_PER_WORD + 10), self.config.generation.max_tokens * 1.0
-        )
-        if self.judge is not None:
-            lists = [dummy_list(row, self.config.grades, int(words)) for row in sample]
-            asked = [request for row in lists for request in self.judge.requests(row)]
-            prompt += sum(self._prompt_tokens(request.messages) for request in asked)
-            completion += sum(request.sampling.max_tokens for request in asked)
-        scale = self.rows / len(sample)
-        return Estimate(round(prompt * scale), round(completion * scale))
-
-    def _prompt_tokens(self, messages: Sequence[dict[str, str]]) -> float:
-        counted = self.engine.count_tokens(messages)
-        if counted is None:
-            return sum(len(m["content"].split()) for m in messages) * TOKENS_PER_WORD
-        return counted
-
-
-TOKENS_PER_WORD = 1.35
-"""English in the tokenizers of today; only for estimates."""
-
-
-def dummy_list(row: QueryRow, grades: Sequence[int], words: int) -> ListRow:
-    """A list of passages of the expected length, to estimate what judging costs."""
-    passages = [Passage(grade=grade, text="word " * words) for grade in grades]
-    return ListRow(id=row.id, ordinal=row.ordinal, query_id=row.query_id, query=row.query, passages=passages)
+        cost = "from a recording, nothing to pay for"
+        if expected.tokens:
+            cost = (
+                f"about {expected.prompt_tokens:,} prompt and {expected.completion_tokens:,} completion "
+                f"tokens expected for all{budget}"
+            )
+        self.progress.say(f"{self.rows:,} queries{wanted}: {cost}")

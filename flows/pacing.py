@@ -156,8 +156,8 @@ class Pace:
             self.cut, self.cut_reason = self._rows_until(self.tally.shards) - 1, "budget_spent"
             return
         self.stopped = (
-            f"the budget of {self.run.budget_tokens:,} tokens does not cover the next shard: {self.tally.tokens:,} spent, "
-            f"about {self._tokens_per_row():,.0f} a row, {self.tally.accepted} lists accepted. "
+            f"the budget of {self.run.budget_tokens:,} tokens does not cover the next shard: "
+            f"{self.tally.tokens:,} spent, about {self._tokens_per_row():,.0f} a row, {self.tally.accepted} lists accepted. "
             "Raise run.budget_tokens, or lower run.target or run.shard_rows"
         )
 

@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gradeloom.flows.graded import GradedRun, Shard
+from gradeloom.flows.graded import GradedRun
 from gradeloom.flows.orchestrate import Orchestration
 from gradeloom.flows.progress import Progress
+from gradeloom.flows.shard import Shard
 from gradeloom.schemas.config import GradedConfig
 from gradeloom.tasks.engine.engine import Engine
 from gradeloom.tasks.engine.types import Asked, Completion, Request
@@ -77,12 +78,11 @@ class Witness:
 
     async def complete(self, asked: Asked, request: Request) -> Completion:
         completion = await self._engine.complete(asked, request)
-        self.exchanges.append(
-            Exchange(
-                asked.stage, asked.row, asked.part, asked.attempt, request.messages, completion.outcome,
-                completion.text, completion.prompt_tokens, completion.completion_tokens,
-            )  # fmt: skip
-        )
+        exchange = Exchange(
+            asked.stage, asked.row, asked.part, asked.attempt, request.messages, completion.outcome,
+            completion.text, completion.prompt_tokens, completion.completion_tokens,
+        )  # fmt: skip
+        self.exchanges.append(exchange)
         return completion
 
     def __getattr__(self, name: str) -> Any:
