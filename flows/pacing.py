@@ -157,7 +157,8 @@ class Pace:
             return
         self.stopped = (
             f"the budget of {self.run.budget_tokens:,} tokens does not cover the next shard: "
-            f"{self.tally.tokens:,} spent, about {self._tokens_per_row():,.0f} a row, {self.tally.accepted} lists accepted. "
+            f"{self.tally.tokens:,} spent, about {self._tokens_per_row():,.0f} a row, "
+            f"{self.tally.accepted} lists accepted. "
             "Raise run.budget_tokens, or lower run.target or run.shard_rows"
         )
 
