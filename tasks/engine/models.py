@@ -32,6 +32,9 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 IDENTITY_SUFFIXES = frozenset(
     {".safetensors", ".bin", ".pt", ".gguf", ".json", ".model", ".tiktoken", ".txt", ".jinja", ".py"}
 )
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+)  # fmt: skip
 
 
 def home() -> Path:
@@ -88,22 +91,18 @@ def identity(model: str, revision: str | None = None) -> str:
     """
     place = resolve(model, revision)
     if isinstance(place, str):
-        return f"hub:{place}@{hub_file(place, 'config.json', revision).parent.name}"
+        return f"hub:{place}@{_snapshot(place, revision, ['config.json']).name}"
     return "sha256:" + _folder_digest(place)
 
 
-def hub_file(name: str, file: str, revision: str | None = None) -> Path:
-    """A file of a hub model in the local hub cache, fetched if need be; its folder is named by the commit.
+def tokenizer_folder(model: str, revision: str | None = None) -> Path:
+    """A folder with a model's tokenizer and chat template.
 
     Raises:
-        InputError: the hub has no such model or file, or it cannot be had (offline, no access).
+        InputError: as `identity`.
     """
-    import huggingface_hub as hub
-
-    try:
-        return Path(hub.hf_hub_download(name, file, revision=revision))
-    except (hub.errors.HfHubHTTPError, hub.errors.LocalEntryNotFoundError, OSError, ValueError) as error:
-        raise _not_from_hub(name, error) from error
+    place = resolve(model, revision)
+    return place if isinstance(place, Path) else _snapshot(place, revision, [*TOKENIZER_FILES, "config.json"])
 
 
 def fetch(name: str, revision: str) -> Path:
@@ -113,30 +112,30 @@ def fetch(name: str, revision: str) -> Path:
     where the model has them.
 
     Raises:
-        InputError: as `hub_file`.
+        InputError: as `identity`, or the model has no weights of these kinds.
     """
+    for weights in ("*.safetensors", "*.bin"):
+        folder = _snapshot(name, revision, ["*.json", "*.model", "*.txt", "*.jinja", "*.py", weights])
+        if any(folder.glob(weights)):
+            return folder
+    raise InputError(f"hub model {name} has no weights (safetensors or bin)", field="engine.model")
+
+
+def _snapshot(name: str, revision: str | None, patterns: list[str]) -> Path:
+    """The folder of one commit in the local hub cache, holding what matches; it is named by the commit."""
     import huggingface_hub as hub
 
-    config = ["*.json", "*.model", "*.txt", "*.jinja", "*.py", "*.tiktoken"]
     try:
-        for weights in ("*.safetensors", "*.bin"):
-            folder = Path(
-                hub.snapshot_download(
-                    name, revision=revision, allow_patterns=[*config, weights], ignore_patterns=["*/*"]
-                )
-            )
-            if any(folder.glob(weights)):
-                return folder
+        folder = hub.snapshot_download(
+            name, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"]
+        )
     except (hub.errors.HfHubHTTPError, hub.errors.LocalEntryNotFoundError, OSError, ValueError) as error:
-        raise _not_from_hub(name, error) from error
-    raise InputError(f"hub model {name} holds no weights (safetensors or bin)", field="engine.model")
-
-
-def _not_from_hub(name: str, error: Exception) -> InputError:
-    reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    return InputError(
-        f"{name!r} is no folder here, and cannot be had from the model hub: {reason}", field="engine.model"
-    )
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise InputError(
+            f"{name!r} is no folder here, and cannot be had from the model hub: {reason}",
+            field="engine.model",
+        ) from error
+    return Path(folder)
 
 
 # --- what a folder holds ----------------------------------------------------------------------

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -35,6 +36,8 @@ GRACE = 10.0
 """Seconds between TERM and KILL when a stop is asked for."""
 LAST_GRACE = 1.0
 """The same when we, the command or the supervisor died: nothing is left to be finished."""
+TIDYING = 2.0
+"""Seconds after KILL that a resource tracker has for its work."""
 UNKILLABLE = 60.0
 """Seconds after KILL until we stop waiting for a process stuck in the kernel."""
 TICK = 0.1
@@ -48,12 +51,16 @@ class Supervised:
         command: program and arguments.
         env: the whole environment of the command; nothing is added.
         log: file to which its output and errors are appended.
+        scratch: a folder to remove, whoever died, when everything is gone.
     """
 
-    def __init__(self, command: Sequence[str], *, env: Mapping[str, str], log: Path) -> None:
+    def __init__(
+        self, command: Sequence[str], *, env: Mapping[str, str], log: Path, scratch: Path | None = None
+    ) -> None:
         self.command = list(command)
         self.env = dict(env)
         self.log = log
+        self.scratch = scratch
         self.session: int | None = None
         """Process id of the command, which is also its session's id; None before `start`."""
         self.supervisor: int | None = None
@@ -74,8 +81,9 @@ class Supervised:
         with self.log.open("ab") as log:
             self._log_start = log.tell()
             # -P: a file of the working directory must not pass for a module of the supervisor.
+            supervisor = [sys.executable, "-P", "-m", "gradeloom.tasks.engine.supervisor"]
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "gradeloom.tasks.engine.supervisor", *self.command],
+                [*supervisor, str(self.scratch or ""), *self.command],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -135,6 +143,7 @@ class Supervised:
         process.wait()
         if process.returncode != 0:
             end_session(session, set(), LAST_GRACE)
+            _remove(self.scratch)
         self._gone.set()
 
 
@@ -180,9 +189,21 @@ def end_session(session: int, known: set[psutil.Process], grace: float) -> None:
         time.sleep(TICK / 2)
         left = members(session, left)
     while left and time.monotonic() < started + grace + UNKILLABLE:
-        _signal(left, signal.SIGKILL)  # again each time: a member may have forked in between
+        late = time.monotonic() > started + grace + TIDYING
+        # Again each time: a member may have forked in between.
+        _signal({process for process in left if late or not _tidies(process)}, signal.SIGKILL)
         time.sleep(TICK / 2)
         left = members(session, left)
+
+
+def _tidies(process: psutil.Process) -> bool:
+    """Whether this is the resource tracker of Python's multiprocessing.
+
+    It removes the shared memory of processes that were killed, and then ends by itself.
+    """
+    with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+        return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
+    return False
 
 
 def _signal(processes: set[psutil.Process], number: signal.Signals) -> None:
@@ -194,7 +215,7 @@ def _signal(processes: set[psutil.Process], number: signal.Signals) -> None:
 # --- the supervisor process -------------------------------------------------------------------
 
 
-def _supervise(command: Sequence[str]) -> int:
+def _supervise(scratch: Path | None, command: Sequence[str]) -> int:
     """Run the command until it ends, our input ends, our parent changes, or we are signalled.
 
     Speaks to its parent on standard output: first the session's id (or why there is none), then a
@@ -226,6 +247,7 @@ def _supervise(command: Sequence[str]) -> int:
     _say("ended")
     end_session(child.pid, known, _grace())
     child.wait()
+    _remove(scratch)
     return 0
 
 
@@ -243,10 +265,15 @@ def _grace() -> float:
         return LAST_GRACE
 
 
+def _remove(folder: Path | None) -> None:
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def _say(line: str) -> None:
     with contextlib.suppress(BrokenPipeError):
         os.write(1, f"{line}\n".encode())
 
 
 if __name__ == "__main__":
-    raise SystemExit(_supervise(sys.argv[1:]))
+    raise SystemExit(_supervise(Path(sys.argv[1]) if sys.argv[1] else None, sys.argv[2:]))

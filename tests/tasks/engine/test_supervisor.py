@@ -47,11 +47,16 @@ def eventually(condition: Callable[[], bool], seconds: float = 20) -> None:
 
 @pytest.fixture
 def family(tmp_path: Path) -> Iterator[Supervised]:
-    supervised = Supervised(["sh", "-c", FAMILY], env=ENV, log=tmp_path / "logs" / "server.log")
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    (scratch / "socket").touch()
+    log = tmp_path / "logs" / "server.log"
+    supervised = Supervised(["sh", "-c", FAMILY], env=ENV, log=log, scratch=scratch)
     supervised.start()
     eventually(lambda: "stubborn" in supervised.last_lines() and len(living(supervised.session or 0)) >= 4)
     yield supervised
     supervised.stop(grace=0.2)
+    assert not scratch.exists()
 
 
 def test_stop_returns_when_every_member_is_gone(family: Supervised) -> None:
@@ -216,3 +221,23 @@ def test_command_that_does_not_exist(tmp_path: Path) -> None:
         supervised.start()
     assert not supervised.alive()
     supervised.stop()
+
+
+SHARED_MEMORY = textwrap.dedent("""
+    import signal, time
+    from multiprocessing.shared_memory import SharedMemory
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print(SharedMemory(create=True, size=4096).name, flush=True)
+    time.sleep(300)
+""")
+
+
+def test_shared_memory_of_a_killed_member_is_given_back(tmp_path: Path) -> None:
+    """Python's resource tracker, a member too, gets the time to remove it."""
+    supervised = Supervised([sys.executable, "-c", SHARED_MEMORY], env=ENV, log=tmp_path / "log")
+    supervised.start()
+    eventually(lambda: supervised.last_lines() != "")
+    segment = Path("/dev/shm") / supervised.last_lines().splitlines()[0]
+    assert segment.exists()
+    supervised.stop(grace=0.1)
+    assert not segment.exists()
