@@ -38,9 +38,13 @@ class Backend(Protocol):
 
     Attributes:
         identity: what the model is; enters cache keys and fingerprints; known without starting anything.
+        restarts: times a managed server was started again.
+        flags: the arguments that a managed server was started with.
     """
 
     identity: str
+    restarts: int
+    flags: tuple[str, ...]
 
     async def start(self) -> None:
         """Make ready. Called again it does nothing.
@@ -138,8 +142,8 @@ class Engine:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """More arguments that a managed server was given."""
-        return self.config.args if isinstance(self.config, VllmEngine) else ()
+        """The arguments that a managed server was started with; empty before, and for other engines."""
+        return self._backend.flags
 
     async def __aenter__(self) -> Self:
         return self
@@ -250,7 +254,7 @@ class Engine:
                 crash_point("after-response")
                 return completion
             finally:
-                self.usage.restarts = getattr(self._backend, "restarts", 0)
+                self.usage.restarts = self._backend.restarts
             if answered_before is None:
                 answered_before = self._answered
             if sending < retries:

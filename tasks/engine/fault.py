@@ -25,6 +25,7 @@ class FaultBackend:
     """Starts the server, sends to it, starts it again when it was killed.
 
     Attributes:
+        identity: seed and the rates of what changes answers.
         restarts: times the server was started again.
 
     Args:
@@ -35,11 +36,11 @@ class FaultBackend:
     def __init__(self, config: FaultEngine, *, folder: Path) -> None:
         self.identity = f"fault:{config.seed}:{config.truncate:g}/{config.bad_json:g}/{config.duplicate:g}"
         self.restarts = 0
+        self.flags: tuple[str, ...] = ()
         self._config = config
         self._log = folder / "fault.log"
         self._server: Supervised | None = None
         self._http: HttpBackend | None = None
-        self._socket: Path | None = None
         self._starting = asyncio.Lock()
 
     @property
@@ -96,11 +97,13 @@ class FaultBackend:
 
     async def _start(self) -> None:
         self._check_log()
-        socket = Path(tempfile.mkdtemp(prefix="gradeloom-fault-")) / "socket"  # a folder of mode 0700
+        scratch = Path(tempfile.mkdtemp(prefix="gradeloom-fault-"))  # of mode 0700
+        socket = scratch / "socket"
         server = Supervised(
             [sys.executable, "-P", "-m", "gradeloom.tasks.engine.fault_server", str(socket)],
             env={**_harmless_environment(), SETTINGS: self._config.model_dump_json()},
             log=self._log,
+            scratch=scratch,
         )
         http = HttpBackend(
             [f"unix:{socket}"],
@@ -108,7 +111,7 @@ class FaultBackend:
             identity=self.identity,
             request_timeout=self._config.request_timeout,
         )
-        self._server, self._http, self._socket = server, http, socket
+        self._server, self._http = server, http
         try:
             await asyncio.to_thread(server.start)
             await self._until_it_listens(server, socket)
@@ -127,9 +130,8 @@ class FaultBackend:
             await http.stop()
         if server is not None:
             await asyncio.to_thread(server.stop)
-        if self._socket is not None:  # a server that was killed has left it behind
-            shutil.rmtree(self._socket.parent, ignore_errors=True)
-            self._socket = None
+            if server.scratch is not None:  # there still when the process was never started
+                shutil.rmtree(server.scratch, ignore_errors=True)
 
     async def _until_it_listens(self, server: Supervised, socket: Path) -> None:
         give_up = time.monotonic() + STARTUP_SECONDS

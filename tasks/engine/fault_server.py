@@ -310,7 +310,7 @@ def _occurrences(path: Path) -> Counter[bytes]:
 
 
 async def serve(config: FaultEngine, socket: Path) -> None:
-    """Serve on a Unix socket until TERM or INT; the socket and its folder go with us."""
+    """Serve on a Unix socket until TERM or INT."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -322,9 +322,6 @@ async def serve(config: FaultEngine, socket: Path) -> None:
         await stop.wait()
     finally:
         await runner.cleanup()
-        socket.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            socket.parent.rmdir()  # only when nothing else lies in it
 
 
 def main() -> int:

@@ -69,6 +69,8 @@ class HttpBackend:
         api_key: str | None = None,
     ) -> None:
         self.identity = identity
+        self.restarts = 0
+        self.flags: tuple[str, ...] = ()
         self._model = model
         self._timeout = request_timeout
         self._key_env = api_key_env

@@ -42,6 +42,8 @@ class ReplayBackend:
             data = path.read_bytes()
         except OSError as error:
             raise InputError(f"cannot read the recorded file: {error.strerror}", file=path) from error
+        self.restarts = 0
+        self.flags: tuple[str, ...] = ()
         self.identity = "replay:" + hashlib.sha256(data).hexdigest()[:32]
         self._answers: dict[Key, Answer] = {}
         adapter = _ADAPTERS[config.adapter]

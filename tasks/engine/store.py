@@ -111,7 +111,7 @@ class Ledger(_Store):
             attempt INTEGER NOT NULL, outcome TEXT NOT NULL, text TEXT NOT NULL,
             prompt_tokens INTEGER NOT NULL, completion_tokens INTEGER NOT NULL, logprobs BLOB,
             cached INTEGER NOT NULL, UNIQUE (fingerprint, row, part, attempt, stage))"""
-    insert = "INSERT OR IGNORE INTO outcomes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+    insert = "INSERT INTO outcomes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"
 
     def get(self, asked: Asked) -> Completion | None:
         """What this attempt has already led to, as `cached`; None when it was never answered."""
@@ -173,7 +173,7 @@ class RequestCache(_Store):
         CREATE TABLE IF NOT EXISTS completions (
             digest TEXT PRIMARY KEY, text TEXT NOT NULL, prompt_tokens INTEGER NOT NULL,
             completion_tokens INTEGER NOT NULL, logprobs BLOB, made REAL NOT NULL)"""
-    insert = "INSERT OR IGNORE INTO completions VALUES (?, ?, ?, ?, ?, ?)"
+    insert = "INSERT INTO completions VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"
 
     def __init__(self, root: Path) -> None:
         super().__init__(root / "requests.sqlite")

@@ -26,6 +26,8 @@ class FakeBackend:
     """Answers as a function of the request's text says; remembers what it was sent."""
 
     identity = "fake:1"
+    restarts = 0
+    flags = ("--fast",)
 
     def __init__(self, answer: Callable[[str], Any] = lambda text: Completion("stop", text, 10, 1)) -> None:
         self.answer = answer
@@ -209,6 +211,7 @@ async def test_the_backend_starts_once_and_only_when_needed(make: Any) -> None:
     backend = FakeBackend()
     engine = make(backend)
     assert backend.starts == 0
+    assert engine.flags == ("--fast",)
     await asyncio.gather(*(engine.complete(asked(str(i)), a_request(str(i))) for i in range(10)))
     assert backend.starts == 1
     await engine.stop()

@@ -275,8 +275,8 @@ async def test_nothing_of_ours_is_in_it_and_nothing_of_it_is_left(
         assert all(psutil.pid_exists(pid) for pid in pids if pid)
         environment = psutil.Process(backend.pid).environ()
         assert "SOME_API_KEY" not in environment
-        assert backend._socket is not None
-        folder = backend._socket.parent
+        folder = backend._server.scratch
+        assert folder is not None
         assert folder.stat().st_mode & 0o777 == 0o700
     assert not any(psutil.pid_exists(pid) for pid in pids if pid)
     assert not folder.exists()
