@@ -18,7 +18,7 @@ Message = dict[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a completion is drawn. `top_logprobs` > 0 asks for that many log-probabilities of the first token."""
+    """How a completion is drawn. `top_logprobs` > 0 asks for so many log-probabilities of the first token."""
 
     max_tokens: int
     temperature: float = 1.0
