@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import textwrap
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -60,9 +61,10 @@ class Page:
 
     def line(self, text: str = "", *, indent: int = 0, style: str = "") -> None:
         """Text, wrapped; every line of it indented."""
-        from rich.padding import Padding
-
-        self._out.print(Padding(Text(harmless(text), style=style), (0, 0, 0, indent), expand=False))
+        width = max(self._out.width - indent, 20)
+        for paragraph in harmless(text).split("\n"):
+            for line in textwrap.wrap(paragraph, width, replace_whitespace=False) or [""]:
+                self._out.print(Text(" " * indent + line if line else "", style=style), soft_wrap=True)
 
     def path(self, label: str, value: object) -> None:
         """Something to copy: never wrapped."""

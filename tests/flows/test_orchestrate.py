@@ -69,7 +69,7 @@ class Recorded:
                 self.tasks[run.id] = await self._task_runs(client, only)
                 mine = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[run.id]))
                 found = await client.read_artifacts(artifact_filter=mine)
-                self.artifacts[run.id] = {artifact.key: artifact for artifact in found}
+                self.artifacts[run.id] = {str(artifact.key): artifact for artifact in found}
                 logs = await client.read_logs(LogFilter(flow_run_id=LogFilterFlowRunId(any_=[run.id])))
                 self.logs[run.id] = [log.message for log in logs]
         return self
