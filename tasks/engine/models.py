@@ -96,11 +96,13 @@ def identity(model: str, revision: str | None = None) -> str:
 
 
 def tokenizer_folder(model: str, revision: str | None = None) -> Path:
-    """A folder with a model's tokenizer and chat template.
+    """A folder with a model's tokenizer and chat template; a local one need hold nothing else.
 
     Raises:
         InputError: as `identity`.
     """
+    if model != BUNDLED and Path(model).expanduser().is_dir():
+        return Path(model).expanduser()
     place = resolve(model, revision)
     return place if isinstance(place, Path) else _snapshot(place, revision, [*TOKENIZER_FILES, "config.json"])
 

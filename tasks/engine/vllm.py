@@ -23,7 +23,7 @@ from gradeloom.schemas.config import VllmEngine
 from gradeloom.schemas.errors import EngineUnavailable, GradeloomError, InputError
 from gradeloom.tasks.engine import models, vllm_command
 from gradeloom.tasks.engine.http import HttpBackend
-from gradeloom.tasks.engine.supervisor import Supervised
+from gradeloom.tasks.engine.supervisor import GRACE, LAST_GRACE, Supervised
 from gradeloom.tasks.engine.types import Asked, Completion, Request, Sampling, TransportFault
 
 TICK = 0.25
@@ -259,14 +259,15 @@ class _Server:
 
     async def end(self) -> None:
         """Stop every process of the server and wait until it is gone."""
-        self.lose("stopped")
+        grace = GRACE if self.lives() else LAST_GRACE
+        self.lose("it was stopped")
         if self._watching is not None:
             self._watching.cancel()
         await self._http.stop()
         if self._side is not None:
             await self._side.close()
         try:
-            await asyncio.to_thread(self._process.stop)
+            await asyncio.to_thread(self._process.stop, grace)
         except OSError as error:
             raise EngineUnavailable(str(error)) from error
         if self._process.scratch is not None:  # there still when the process was never started
