@@ -23,7 +23,7 @@ from gradeloom.schemas.errors import EngineUnavailable, GradeloomError, InputErr
 from gradeloom.tasks.engine.http import HttpBackend, RetryLater
 from gradeloom.tasks.engine.replay import ReplayBackend
 from gradeloom.tasks.engine.store import Ledger, RequestCache
-from gradeloom.tasks.engine.types import Asked, Completion, Message, Request, TransportFault
+from gradeloom.tasks.engine.types import Asked, Completion, Message, Request, Sampling, TransportFault
 from gradeloom.tasks.run import crash_point
 
 if TYPE_CHECKING:
@@ -65,6 +65,10 @@ class Backend(Protocol):
 
     async def stop(self) -> None:
         """Stop everything that `start` started and wait until it is gone."""
+
+
+_PROBE = Asked(stage="probe", fingerprint="", row="probe")
+_PROBE_REQUEST = Request(({"role": "user", "content": "Say yes."},), Sampling(max_tokens=1, temperature=0.0))
 
 
 @dataclass
@@ -260,12 +264,25 @@ class Engine:
             if sending < retries:
                 self.usage.retries += 1
                 await asyncio.sleep(self._pause(asked, sending, last))
-        if answered_before is not None and self._answered > answered_before:
+        assert answered_before is not None
+        if self._answered > answered_before or await self._answers_at_all():
             return Completion("unreachable", f"{last} (sent {retries + 1} times)")
         raise EngineUnavailable(
             f"the engine does not answer: {last} (sent {retries + 1} times); "
             "run the same command again to go on"
         )
+
+    async def _answers_at_all(self) -> bool:
+        """Whether the engine answers a request that nothing can be wrong with.
+
+        The last request of a run, when it is the one that the server chokes on, has no others beside
+        it to tell whether the engine is alive.
+        """
+        try:
+            await self._backend.send(_PROBE, _PROBE_REQUEST)
+        except TransportFault:
+            return False
+        return True
 
     def _pause(self, asked: Asked, sending: int, fault: TransportFault) -> float:
         """Seconds before the next sending: doubling, up to a quarter longer so that not all come at once."""

@@ -298,6 +298,13 @@ async def test_when_only_one_is_not_answered_it_is_unreachable(make: Any, ledger
     assert engine.usage.outcomes["unreachable"] == 1
 
 
+async def test_the_last_request_may_be_the_one_that_the_server_chokes_on(make: Any) -> None:
+    backend = FakeBackend(lambda text: TransportFault("500") if text == "bad" else Completion("stop", text))
+    found = await make(backend).complete(asked("bad"), a_request("bad"))
+    assert found == Completion("unreachable", "500 (sent 4 times)")
+    assert backend.sent == ["bad"] * 4 + ["Say yes."]
+
+
 async def test_an_error_of_the_configuration_is_not_retried(make: Any) -> None:
     backend = FakeBackend(lambda _: InputError("HTTP 401"))
     with pytest.raises(InputError, match="HTTP 401"):
