@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import platform
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -163,6 +164,7 @@ class GradedRun:
         self.decided: list[str] = []  # names of the shards that the cross-row stage is done with
         self.pace = Pace(config.run, 0, Estimate(0, 0))  # until the source is read
         self.accounting = Accounting()
+        self._arrived: Counter[str] = Counter()
         self.started = time.time()
 
     @classmethod
@@ -179,13 +181,15 @@ class GradedRun:
         cache = None
         if config.cache.enabled:
             cache = stack.enter_context(RequestCache(Path(config.cache.root)))
-        engine = Engine(config.engine, ledger=ledger, cache=cache, folder=run.path / "generator")
+        engine = Engine(
+            config.engine, ledger=ledger, cache=cache, folder=run.path / "generator", say=progress.say
+        )
         stack.push_async_callback(engine.stop)
         judge = None
         if config.judge is not None:
             judge = engine
             if config.judge.engine is not None and config.judge.engine != config.engine:
-                judge = Engine(config.judge.engine, ledger=ledger, cache=cache, folder=run.path / "judge")
+                judge = Engine(config.judge.engine, folder=run.path / "judge", **shared)
                 stack.push_async_callback(judge.stop)
         sets = [f for f in config.filters if isinstance(f, DecontaminateFilter)]
         contamination = Contamination.load(sets[0]) if sets else None
@@ -229,7 +233,7 @@ class GradedRun:
                 "config": content_view(self.config),
                 "stages": self.recipe.fingerprints,
                 "started": datetime.now(UTC).isoformat(timespec="seconds"),
-                "flow_run": self.tasks.flow_run,
+                "flow_run": self.tasks.flow_run_url or self.tasks.flow_run,
             }
         )
 
@@ -350,6 +354,7 @@ class GradedRun:
         assert self.deduplicated is not None
         rows = shard.passing(shard.filtered)
         ids = [row.id for row in rows]
+        self._expect("near_duplicates", len(rows))
         before = self.decided[shard.ordinal - 1] if shard.ordinal else ""
         path = self.deduplicated.path(shard.ordinal, ids, before)
         decisions = self.deduplicated.read(path)
@@ -358,7 +363,7 @@ class GradedRun:
             decisions = self.index.decide(path.stem, rows)
             self.deduplicated.write(path, ids, decisions)
         self.decided.append(path.stem)
-        self.progress.advance("near_duplicates", len(rows))
+        self.progress.advance("near_duplicates", len(rows), kept=len(kept(decisions)))
         return decisions
 
     def _kept_of(self, name: str) -> list[ListRow]:
@@ -383,25 +388,33 @@ class GradedRun:
         self, stage: Stage[R], ordinal: int, inputs: Sequence[In], work: Callable[[In], Awaitable[R]]
     ) -> list[R]:
         """One shard of a per-row stage: from its file, or worked out and written as one task."""
+        self._expect(stage.name, len(inputs))
         ids = [row.id for row in inputs]
         path = stage.path(ordinal, ids)
         rows = stage.read(path)
-        if rows is None:
+        if rows is not None:
+            self.progress.advance(stage.name, len(rows), kept=len(kept(rows)))
+            return rows
 
-            async def compute() -> list[R]:
-                rows = await in_parallel(self._advance(stage.name, work(row)) for row in inputs)
-                stage.write(path, ids, rows)
-                return rows
+        async def one(row: In) -> R:
+            done = await work(row)
+            spent = done.completion_tokens if isinstance(done, ListRow) else 0
+            numbers = {"kept": done.status == "kept"} | ({"tokens": spent} if spent else {})
+            self.progress.advance(stage.name, 1, **numbers)
+            return done
 
-            rows = await self.tasks.shard(stage.name, ordinal, compute)
-        else:
-            self.progress.advance(stage.name, len(rows))
-        return rows
+        async def compute() -> list[R]:
+            rows = await in_parallel(one(row) for row in inputs)
+            stage.write(path, ids, rows)
+            return rows
 
-    async def _advance(self, stage: str, work: Awaitable[R]) -> R:
-        row = await work
-        self.progress.advance(stage, 1)
-        return row
+        return await self.tasks.shard(stage.name, ordinal, compute)
+
+    def _expect(self, stage: str, rows: int) -> None:
+        """More rows have come to a stage: all are known for `generate`, the rest as they are kept."""
+        if stage != self.lists.name:
+            self._arrived[stage] += rows
+            self.progress.stage(stage, self._arrived[stage])
 
     def load(self, ordinal: int) -> Shard:
         """A shard as far as its stages are written."""
@@ -523,7 +536,7 @@ class GradedRun:
             "python": platform.python_version(),
             "gradeloom": version("gradeloom"),
             "run": str(self.run.path),
-            "flow_run": self.tasks.flow_run,
+            "flow_run": self.tasks.flow_run_url or self.tasks.flow_run,
             "engine_flags": list(self.engine.flags),
         }
 
@@ -538,9 +551,6 @@ class GradedRun:
 
     def _say_what_to_expect(self) -> None:
         expected, run = self.pace.expected, self.config.run
-        for stage in self.recipe.fingerprints:
-            if stage != "source":
-                self.progress.stage(stage, self.rows)
         wanted = f", until {run.target:,} lists are accepted" if run.target else ""
         budget = f"; budget {run.budget_tokens:,}" if run.budget_tokens else ""
         cost = "from a recording, nothing to pay for"
@@ -550,3 +560,4 @@ class GradedRun:
                 f"tokens expected for all{budget}"
             )
         self.progress.say(f"{self.rows:,} queries{wanted}: {cost}")
+        self.progress.stage(self.lists.name, self.rows)

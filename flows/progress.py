@@ -163,7 +163,8 @@ class Progress:
         figures = stage.figures(now)
         if figures:
             line += f", {figures}"
-        if stage.total and 0 < stage.done < stage.total:
+        telling = stage.done >= 10 or stage.done * 4 >= (stage.total or 0)  # fewer rows tell nothing
+        if stage.total and 0 < stage.done < stage.total and telling:
             line += f", {_clock_time((now - stage.started) / stage.done * (stage.total - stage.done))} to go"
         self._write(line)
 

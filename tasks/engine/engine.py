@@ -11,7 +11,7 @@ import asyncio
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,16 +112,24 @@ class Engine:
         cache: the request cache, None for none. Replay never uses it: its answers hang on the source
             id, which a request does not hold.
         folder: where logs and sockets of a managed server may lie.
+        say: is told when a managed server starts and when it is ready.
 
     Raises:
         InputError: the configuration names something that is not there.
     """
 
     def __init__(
-        self, config: EngineConfig, *, ledger: Ledger, cache: RequestCache | None, folder: Path
+        self,
+        config: EngineConfig,
+        *,
+        ledger: Ledger,
+        cache: RequestCache | None,
+        folder: Path,
+        say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.config = config
         self.usage = Usage()
+        self._say = say
         self._ledger = ledger
         self._cache = None if isinstance(config, ReplayEngine) else cache
         self._backend = _backend(config, folder)
@@ -168,12 +176,18 @@ class Engine:
                 raise self._start_failure
             if self._running:
                 return
+            since = time.monotonic()
+            managed = isinstance(self.config, VllmEngine)
+            if managed:
+                self._say("starting vLLM; on a CPU this takes about a minute")
             try:
                 await self._backend.start()
             except GradeloomError as error:
                 self._start_failure = error
                 raise
             self._running = True
+            if managed:
+                self._say(f"vLLM is ready after {time.monotonic() - since:.0f} s")
 
     async def stop(self) -> None:
         """Stop the backend, also one that is half started."""
