@@ -181,9 +181,8 @@ class GradedRun:
         cache = None
         if config.cache.enabled:
             cache = stack.enter_context(RequestCache(Path(config.cache.root)))
-        engine = Engine(
-            config.engine, ledger=ledger, cache=cache, folder=run.path / "generator", say=progress.say
-        )
+        shared: dict[str, Any] = {"ledger": ledger, "cache": cache, "say": progress.say}
+        engine = Engine(config.engine, folder=run.path / "generator", **shared)
         stack.push_async_callback(engine.stop)
         judge = None
         if config.judge is not None:
