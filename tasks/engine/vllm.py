@@ -70,6 +70,11 @@ class VllmBackend:
         self._failure: GradeloomError | None = None  # why there is no use in trying again
         self._fruitless = 0  # restarts since the last answer
 
+    @property
+    def endpoint(self) -> str | None:
+        """Where the running server listens: `unix:PATH` or a base URL; None when there is none."""
+        return self._server.endpoint if self._server is not None and self._server.lives() else None
+
     async def start(self) -> None:
         """Start the server and wait until it answers.
 
@@ -203,7 +208,7 @@ class _Server:
         self._config = config
         self._process = process
         self._http = http
-        self._endpoint = endpoint
+        self.endpoint = endpoint
         self._side: aiohttp.ClientSession | None = None
         self._watching: asyncio.Task[None] | None = None
         self._out: set[asyncio.Task[Completion]] = set()
@@ -221,8 +226,8 @@ class _Server:
             raise InputError(f"cannot start the vLLM server: {error}", field="engine.python") from error
         await self._http.start()
         connector = None
-        if self._endpoint.startswith("unix:"):
-            connector = aiohttp.UnixConnector(self._endpoint.removeprefix("unix:"))
+        if self.endpoint.startswith("unix:"):
+            connector = aiohttp.UnixConnector(self.endpoint.removeprefix("unix:"))
         self._side = aiohttp.ClientSession(connector=connector)
         await self._until_healthy(time.monotonic() + self._config.startup_timeout)
         self._watching = asyncio.create_task(self._watch())
@@ -351,9 +356,7 @@ class _Server:
             TimeoutError: no answer within that many seconds.
         """
         assert self._side is not None
-        base = (
-            "http://localhost" if self._endpoint.startswith("unix:") else self._endpoint.removesuffix("/v1")
-        )
+        base = "http://localhost" if self.endpoint.startswith("unix:") else self.endpoint.removesuffix("/v1")
         try:
             async with asyncio.timeout(seconds), self._side.get(base + path) as response:
                 return await response.text() if response.status == 200 else None
