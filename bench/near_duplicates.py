@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 from gradeloom.schemas.config import NearDuplicatesFilter
@@ -31,10 +32,10 @@ def lists(count: int, seed: int = 0) -> Iterator[ListRow]:
     """Random lists; one in ten has a passage of the last thousand lists, up to three words changed."""
     rng = random.Random(seed)
     vocabulary = [f"word{n}" for n in range(20_000)]
-    weights = [1 / (n + 10) for n in range(len(vocabulary))]
+    weights = list(accumulate(1 / (n + 10) for n in range(len(vocabulary))))
     recent: list[list[str]] = []
     for n in range(count):
-        texts = [rng.choices(vocabulary, weights, k=WORDS) for _ in GRADES]
+        texts = [rng.choices(vocabulary, cum_weights=weights, k=WORDS) for _ in GRADES]
         if recent and rng.random() < 0.1:
             texts[0] = list(rng.choice(recent))
             for _ in range(rng.randint(0, 3)):
