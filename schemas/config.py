@@ -434,6 +434,9 @@ class GradedConfig(Settings):
         kinds = [f.kind for f in self.filters]
         if "near_duplicates" in kinds[:-1]:
             raise ValueError("filters: near_duplicates sees the whole data set and must be the last")
+        for kind in ("decontaminate", "near_duplicates"):
+            if kinds.count(kind) > 1:
+                raise ValueError(f"filters: {kind} may stand once")
         if self.judge is None and self.label.policy not in (None, "intended"):
             raise ValueError(f"label.policy {self.label.policy} needs a judge")
         return self
