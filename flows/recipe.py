@@ -94,7 +94,9 @@ def graded_recipe(
     policy = config.label.policy or default_policy(bool(independent))
     last = fingerprints["label"] = _fingerprint("label", last, policy)
     run, release = config.run, config.release
-    whole = _fingerprint("", last, run.limit, run.target, run.budget_tokens, content_view(release))
+    # A budget is spent shard by shard: then alone where shards end decides what is released.
+    shards = [run.shard_rows, run.canary.rows if run.canary else None] if run.budget_tokens else None
+    whole = _fingerprint("", last, run.limit, run.target, run.budget_tokens, shards, content_view(release))
     return Recipe(fingerprints, whole, prompts, models, policy, independent)
 
 
