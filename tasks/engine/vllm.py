@@ -152,6 +152,7 @@ class VllmBackend:
     def _prepare(self) -> _Server:
         """Find interpreter and model; both may have to be waited for."""
         config = self.config
+        vllm_command.check(config)
         engine = vllm_command.installed(config.python)
         self.flags, self.version = vllm_command.flags(config, engine), engine.version
         model = models.resolve(config.model, config.revision)

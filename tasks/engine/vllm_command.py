@@ -85,16 +85,23 @@ def installed(python: str) -> Installed:
     return Installed(Path(found).absolute(), version, cpu)
 
 
-def flags(config: VllmEngine, engine: Installed) -> tuple[str, ...]:
-    """The server's arguments but for where it listens and where the model lies.
+def check(config: VllmEngine) -> None:
+    """Refuse settings that would break what gradeloom relies on, or hand out a secret.
 
     Raises:
-        InputError: `engine.args` sets what gradeloom sets.
+        InputError: `engine.args` sets what gradeloom sets, or `engine.env` holds a secret.
     """
     for arg in config.args:
         name = arg.split("=", 1)[0].replace("_", "-")
         if _OURS.fullmatch(name):
             raise InputError(f"{name} is set by gradeloom", field="engine.args")
+    for name in config.env:
+        if _SECRET.search(name):
+            raise InputError(f"{name} looks like a secret; the server needs none", field="engine.env")
+
+
+def flags(config: VllmEngine, engine: Installed) -> tuple[str, ...]:
+    """The server's arguments but for where it listens and where the model lies."""
     dtype = "float32" if config.dtype == "auto" and engine.cpu else config.dtype
     # xgrammar and no white space are settings of the server; a request's wish is silently ignored.
     structured = orjson.dumps({"backend": "xgrammar", "disable_any_whitespace": True}).decode()
@@ -137,13 +144,7 @@ def environment(
         engine: what runs.
         scratch: folder for the sockets of the server's processes.
         key: the key that clients must show, made up for this server.
-
-    Raises:
-        InputError: `engine.env` holds a secret.
     """
-    for name in config.env:
-        if _SECRET.search(name):
-            raise InputError(f"{name} looks like a secret; the server needs none", field="engine.env")
     return {
         **({"VLLM_CPU_KVCACHE_SPACE": CPU_KV_CACHE_GIB} if engine.cpu else {}),
         **_passed(os.environ),
