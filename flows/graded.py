@@ -50,7 +50,7 @@ from gradeloom.tasks.generate.graded import GradedGenerator
 from gradeloom.tasks.label.judge import Judge
 from gradeloom.tasks.label.policy import label_list
 from gradeloom.tasks.release.catalog import next_version
-from gradeloom.tasks.release.write import Facts, Released, Story, cut_release, existing
+from gradeloom.tasks.release.write import Facts, Released, Story, cut_release, existing, make_place
 from gradeloom.tasks.run import Accounting, RunDirectory, Stage
 from gradeloom.tasks.sources import read_queries
 
@@ -100,6 +100,7 @@ async def run_graded(config: GradedConfig, *, progress: Progress, tasks: Orchest
         released = existing(config.release)
         if released is not None:
             return already_released(config, graded.recipe, released)
+        make_place(config.release)
         await graded.work()
         return await graded.finish()
 

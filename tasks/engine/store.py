@@ -9,10 +9,12 @@ which are then asked again).
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sqlite3
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -301,7 +303,12 @@ def _tell(
 
 
 def _unusable(path: Path, error: sqlite3.Error) -> InputError:
-    return InputError(f"cannot be used: {error}", file=path)
+    """The error of a store; what SQLite calls an I/O error is mostly a full disk, so say what is free."""
+    free = ""
+    if getattr(error, "sqlite_errorname", "").startswith("SQLITE_IOERR"):
+        with suppress(OSError):
+            free = f"; {shutil.disk_usage(path.parent).free:,} bytes are free on its disk"
+    return InputError(f"cannot be used: {error}{free}", file=path)
 
 
 def _pack(logprobs: Pairs | None) -> bytes | None:

@@ -110,8 +110,7 @@ def cut_release(
     """
     home = Path(config.root) / config.name
     target = home / config.version
-    with _writing(target):
-        home.mkdir(parents=True, exist_ok=True)
+    make_place(config)
     with _alone(home), _staging(home, config.version) as staging:
         rows = _write_tables(staging, target, stories)
         if not rows["queries"]:
@@ -144,6 +143,17 @@ def existing(config: ReleaseConfig) -> Manifest | None:
     """
     folder = Path(config.root) / config.name / config.version
     return read_manifest(folder) if folder.exists() else None
+
+
+def make_place(config: ReleaseConfig) -> None:
+    """Make the folder that a release will stand in, before anything is spent on its rows.
+
+    Raises:
+        InputError: it cannot be made.
+    """
+    home = Path(config.root) / config.name
+    with _writing(home / config.version):
+        home.mkdir(parents=True, exist_ok=True)
 
 
 # --- the place ------------------------------------------------------------------------------
