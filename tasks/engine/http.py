@@ -210,8 +210,18 @@ class HttpBackend:
             return Completion("refused", said, prompt_tokens, completion_tokens)
         if finish not in ("stop", "length"):
             raise TransportFault(f"{endpoint.url}: finish_reason{self._quote(str(finish))}")
-        logprobs = _first_token(choice) if request.sampling.top_logprobs > 0 else None
+        logprobs = self._first_token(choice) if request.sampling.top_logprobs > 0 else None
         return Completion(finish, self._key.mask(text), prompt_tokens, completion_tokens, logprobs)
+
+    def _first_token(self, choice: Any) -> tuple[tuple[str, float], ...] | None:
+        """(token, log-probability) of the first token's alternatives, most likely first."""
+        content = (choice.get("logprobs") or {}).get("content")
+        if not content:
+            return None
+        pairs = [
+            (self._key.mask(str(top["token"])), float(top["logprob"])) for top in content[0]["top_logprobs"]
+        ]
+        return tuple(sorted(pairs, key=lambda pair: -pair[1])) or None
 
     def _quote(self, said: str) -> str:
         """What a server said, after a colon, fit to be shown; empty when it said nothing."""
@@ -351,12 +361,3 @@ def _message(body: bytes) -> str:
             said = said.get("message", said)
         return said if isinstance(said, str) else orjson.dumps(said).decode()
     return str(answer)
-
-
-def _first_token(choice: Any) -> tuple[tuple[str, float], ...] | None:
-    """(token, log-probability) of the first token's alternatives, most likely first."""
-    content = (choice.get("logprobs") or {}).get("content")
-    if not content:
-        return None
-    pairs = [(str(top["token"]), float(top["logprob"])) for top in content[0]["top_logprobs"]]
-    return tuple(sorted(pairs, key=lambda pair: -pair[1])) or None
