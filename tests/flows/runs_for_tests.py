@@ -14,6 +14,7 @@ import shutil
 import signal
 import sqlite3
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -57,6 +58,10 @@ def warm_up() -> None:
     nothing = _FORKS.Process(target=int)
     nothing.start()
     nothing.join()
+
+
+_FORKING = threading.Lock()
+"""multiprocessing looks after all children in `start`; two threads that do so misread an exit code."""
 
 
 # --- a place and its runs -------------------------------------------------------------------
@@ -117,7 +122,8 @@ class Place:
         for one in sets:
             arguments += ["--set", one]
         process = _FORKS.Process(target=_command, args=(arguments, str(said), variables, self.namespace))
-        process.start()
+        with _FORKING:
+            process.start()
         return Running(self, said, process)
 
     def digest(self) -> str:
@@ -183,9 +189,8 @@ class Running:
 
     def end(self) -> Ended:
         """The end of the command."""
-        self.process.join()
-        code = self.process.exitcode
-        assert code is not None
+        while (code := self._exit_code()) is None:
+            time.sleep(0.005)
         passed = self.said.with_suffix(".passed")
         out = self.said.with_suffix(".out").read_text()
         error = self.said.with_suffix(".err").read_text()
@@ -195,6 +200,10 @@ class Running:
             error,
             orjson.loads(passed.read_bytes()) if passed.exists() else {},
         )
+
+    def _exit_code(self) -> int | None:
+        with _FORKING:
+            return self.process.exitcode
 
 
 @dataclass(frozen=True)
