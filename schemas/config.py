@@ -250,6 +250,9 @@ class GenerationConfig(Settings):
     )
     temperature: float = Field(0.9, ge=0, le=2)
     top_p: float = Field(0.95, gt=0, le=1)
+    frequency_penalty: float = Field(
+        0.0, ge=-2, le=2, description="Above 0 keeps small models out of loops; changes nothing at 0."
+    )
     max_tokens: int = Field(1024, ge=16)
     attempts: int = Field(3, ge=1, le=20, description="Times a query is asked, each with another seed.")
     shuffle_levels: bool = Field(True, description="Ask for the levels in a seeded random order.")

@@ -347,22 +347,19 @@ class Engine:
                 )
 
     def _tokens(self) -> TokenCounter | None:
+        """What counts tokens for this engine: the tokenizer that is set, else that of a managed model."""
         if self._counter is None:
-            name = _tokenizer(self.config)
-            if name is not None:
-                from gradeloom.tasks.engine.tokens import TokenCounter
+            from gradeloom.tasks.engine.tokens import TokenCounter
 
-                self._counter = TokenCounter.load(name)
+            config = self.config
+            if config.tokenizer is not None:
+                self._counter = TokenCounter.load(config.tokenizer)
+            elif isinstance(config, VllmEngine):
+                from gradeloom.tasks.engine.models import resolve
+
+                model = str(resolve(config.model, config.revision))
+                self._counter = TokenCounter.load(model, config.revision)
         return self._counter
-
-
-def _tokenizer(config: EngineConfig) -> str | None:
-    """Folder or hub name of the tokenizer that counts for an engine."""
-    if config.tokenizer is None and isinstance(config, VllmEngine):
-        from gradeloom.tasks.engine.models import resolve
-
-        return str(resolve(config.model, config.revision))
-    return config.tokenizer
 
 
 def _backend(config: EngineConfig, folder: Path) -> Backend:

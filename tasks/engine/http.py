@@ -142,6 +142,8 @@ class HttpBackend:
         }
         if sampling.seed is not None:
             body["seed"] = sampling.seed
+        if sampling.frequency_penalty:
+            body["frequency_penalty"] = sampling.frequency_penalty
         if sampling.top_logprobs > 0:
             body["logprobs"] = True
             body["top_logprobs"] = sampling.top_logprobs

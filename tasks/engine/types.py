@@ -5,7 +5,7 @@ Plain slotted dataclasses, not pydantic: hundreds of thousands pass through a ru
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, Literal
 
 import orjson
@@ -25,6 +25,7 @@ class Sampling:
     top_p: float = 1.0
     seed: int | None = None
     top_logprobs: int = 0
+    frequency_penalty: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +38,7 @@ class Request:
 
     def digest(self, identity: str) -> str:
         """The request cache's key: model identity, rendered messages, sampling, schema, seed."""
-        s = self.sampling
-        body = [
-            identity,
-            self.messages,
-            [s.max_tokens, s.temperature, s.top_p, s.seed, s.top_logprobs],
-            self.schema,
-        ]
+        body = [identity, self.messages, astuple(self.sampling), self.schema]
         return digest(orjson.dumps(body), length=32)
 
 

@@ -63,6 +63,7 @@ class Contamination:
         one may be missing, or one file, whose every text then counts as a query and as a passage.
         Files are JSON lines (every one of `title`, `text`, `query`, ... is a text) or tab separated
         (every column is: some files hold `id, text`, others `question, answer`), plain or gzipped.
+        JSON lines may also be example lists (`query`, `passages` by grade): a model copies examples.
 
         Raises:
             InputError: a set is not there, holds nothing to compare with, or cannot be read.
@@ -161,6 +162,8 @@ def _of_json(line: bytes, file: Path, row: int) -> Iterator[str]:
         raise InputError(f"not JSON: {error}", file=file, row=row) from error
     fields = record if isinstance(record, dict) else {}
     texts = [fields[name] for name in _TEXT_FIELDS if isinstance(fields.get(name), str)]
+    if isinstance(fields.get("passages"), dict):  # a list of graded passages, e.g. an example of a prompt
+        texts += [text for text in fields["passages"].values() if isinstance(text, str)]
     if not texts:
         raise InputError("an object with a text expected", file=file, row=row, field="text")
     yield from texts

@@ -246,7 +246,13 @@ class GradedGenerator:
     def _request(self, row: QueryRow, part: _Part, attempt: int) -> Request:
         generation = self.generation
         seed = self._number(row, "seed", part.name, str(attempt)) % 2**31
-        sampling = Sampling(generation.max_tokens, generation.temperature, generation.top_p, seed)
+        sampling = Sampling(
+            generation.max_tokens,
+            generation.temperature,
+            generation.top_p,
+            seed,
+            frequency_penalty=generation.frequency_penalty,
+        )
         return Request(part.messages, sampling, part.schema)
 
     def _one_of(self, choices: Sequence[Any], row: QueryRow, stream: str) -> Any:

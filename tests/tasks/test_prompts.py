@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from gradeloom.schemas.config import TREC_LEVELS, Level
 from gradeloom.schemas.errors import InputError
-from gradeloom.tasks.generate.parse import parse_passages
 from gradeloom.tasks.prompts import Prompt
 
 GOOD = 'name: n\nversion: "1"\nsystem: Be brief.\nuser: "Query: {{ query }}"\n'
@@ -150,26 +149,20 @@ def test_the_generator_is_shown_everything_it_is_given(name: str, bare: bool) ->
     if name == "graded_list":
         assert all(level.definition in text for level in TREC_LEVELS)
     user = messages[1]["content"]
-    if name == "graded_list" or bare:
+    if name == "graded_list":
         keys = user[user.index("level_") :]
         assert sorted(range(4), key=lambda g: keys.index(f"level_{g}")) == [1, 3, 0, 2]
     for shown in ("31", "57", "a pilot", "a leaflet", "an example", '{"level_1":"x"}'):
         assert (shown in user) == (not bare)
 
 
-@pytest.mark.parametrize("count", [2, 4, 6])
-def test_the_small_prompt_shows_one_whole_answer_in_the_order_asked(count: int) -> None:
-    rubric = [Level(grade=g, name=f"n{g}", definition=f"d{g}") for g in reversed(range(count))]
-    order = rubric[1:] + rubric[:1]
+def test_the_small_prompt_shows_the_example_before_the_query() -> None:
+    rubric = [Level(grade=g, name=f"n{g}", definition=f"d{g}") for g in (1, 0)]
     nothing: dict[str, Any] = dict.fromkeys(["min_words", "max_words", "audience", "style"])
+    example = {"query": "blue sea", "answer": '{"level_1":"a","level_0":"b"}'}
     user = Prompt.load("graded_list_small").render(
-        rubric=rubric, levels=order, level=None, query="red sky", examples=[], **nothing
+        rubric=rubric, levels=rubric, level=None, query="red sky", examples=[example], **nothing
     )[1]["content"]
-    first, answer, blank, last = user.splitlines()
-    assert (first, blank, last) == ("Topic: how bees make honey", "", "Topic: red sky")
-    keys = {f"level_{level.grade}": level.grade for level in order}
-    passages = parse_passages(answer, keys)
-    assert isinstance(passages, dict)
-    assert list(passages) == [level.grade for level in order]
-    assert passages[count - 1].startswith("Bees collect nectar")
-    assert passages[0].startswith("The old bridge")
+    assert user.splitlines() == [
+        "Topic: blue sea", '{"level_1":"a","level_0":"b"}', "", "Topic: red sky",
+    ]  # fmt: skip
