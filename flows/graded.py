@@ -28,7 +28,7 @@ from gradeloom.flows.orchestrate import Orchestration
 from gradeloom.flows.pacing import Estimate, Pace
 from gradeloom.flows.progress import Progress
 from gradeloom.flows.recipe import Recipe, graded_recipe, steps
-from gradeloom.flows.shard import Shard, kept
+from gradeloom.flows.shard import Shard, kept, reading
 from gradeloom.schemas.config import (
     DecontaminateFilter,
     GradedConfig,
@@ -495,12 +495,12 @@ class GradedRun:
         """The first released list, for people to look at."""
         for story in self._stories():
             if story.generated is not None and story.label is not None and story.label.status == "kept":
-                judged = {j.grade: j.judged for j in story.judged.judgements} if story.judged else {}
+                judged = {j.grade: j for j in story.judged.judgements} if story.judged else {}
                 return {
                     "query_id": story.query.query_id,
                     "query": story.query.query,
                     "passages": [
-                        {"grade": label, "judged": judged.get(passage.grade), "text": passage.text}
+                        {"grade": label, "text": passage.text, **reading(judged.get(passage.grade))}
                         for passage, label in zip(story.generated.passages, story.label.labels, strict=True)
                     ],
                 }

@@ -11,7 +11,7 @@ from typing import Any
 from gradeloom.flows.graded import GradedRun
 from gradeloom.flows.orchestrate import Orchestration
 from gradeloom.flows.progress import Progress
-from gradeloom.flows.shard import Shard
+from gradeloom.flows.shard import Shard, reading
 from gradeloom.schemas.config import GradedConfig
 from gradeloom.tasks.engine.engine import Engine
 from gradeloom.tasks.engine.types import Asked, Completion, Request
@@ -136,13 +136,8 @@ def preview_rows(shard: Shard, exchanges: list[Exchange]) -> list[PreviewRow]:
     for story in shard.stories():
         judged = {j.grade: j for j in story.judged.judgements} if story.judged else {}
         passages = [
-            {
-                "grade": passage.grade,
-                "text": passage.text,
-                "judged": judged[passage.grade].judged if passage.grade in judged else None,
-                "mass": judged[passage.grade].mass if passage.grade in judged else None,
-            }
-            for passage in (story.generated.passages if story.generated else [])
+            {"grade": p.grade, "text": p.text, **reading(judged.get(p.grade))}
+            for p in (story.generated.passages if story.generated else [])
         ]
         rows.append(
             PreviewRow(

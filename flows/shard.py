@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from gradeloom.flows.pacing import Tally
-from gradeloom.schemas.rows import DecisionRow, JudgedRow, LabelRow, ListRow, QueryRow, Row
+from gradeloom.schemas.rows import DecisionRow, JudgedRow, Judgement, LabelRow, ListRow, QueryRow, Row
 from gradeloom.tasks.release.write import Story
 
 R = TypeVar("R", bound=Row)
@@ -75,3 +75,10 @@ class Shard:
 
 def kept(rows: Sequence[R]) -> list[R]:
     return [row for row in rows if row.status == "kept"]
+
+
+def reading(judgement: Judgement | None) -> dict[str, int | float | bool | None]:
+    """What a judge read in a passage, for people to look at; all None without a judge."""
+    if judgement is None:
+        return {"judged": None, "mass": None, "abstained": None}
+    return {"judged": judgement.judged, "mass": judgement.mass, "abstained": judgement.abstained}

@@ -181,9 +181,17 @@ def _sample(page: Page, sample: dict[str, Any]) -> None:
     page.line("one list in full")
     page.line(f"query: {sample['query']}", style="bold")
     for passage in sorted(sample["passages"], key=lambda p: -p["grade"]):
-        judged = "not judged" if passage.get("judged") is None else f"judge says {passage['judged']}"
-        page.line(f"grade {passage['grade']:g} ({judged})", indent=2, style="cyan")
+        page.line(f"grade {passage['grade']:g} ({_reading(passage)})", indent=2, style="cyan")
         page.line(passage["text"], indent=4)
+
+
+def _reading(passage: dict[str, Any]) -> str:
+    """What the judge made of a passage, with the mass that its verdict or abstention rests on."""
+    mass = passage.get("mass")
+    seen = "" if mass is None else f", mass {mass:.2f}"
+    if passage.get("abstained") is None:
+        return "not judged"
+    return f"judge abstains{seen}" if passage["abstained"] else f"judge says {passage['judged']}{seen}"
 
 
 def preview(shown: Preview) -> None:
@@ -213,10 +221,7 @@ def _preview_row(page: Page, row: PreviewRow) -> None:
     if row.passages:
         page.line("--- the list", style="cyan")
     for passage in row.passages:
-        judged, mass = passage.get("judged"), passage.get("mass")
-        verdict = "not judged" if judged is None else f"judge says {judged}"
-        verdict += "" if mass is None else f", mass {mass:.2f}"
-        page.line(f"grade {passage['grade']} ({verdict})", indent=2)
+        page.line(f"grade {passage['grade']} ({_reading(passage)})", indent=2)
         page.line(passage["text"], indent=4)
     verdict = row.status if row.reason is None else f"{row.status} at {row.stage}: {row.reason}"
     page.line(f"--- {verdict}" + (f" ({row.detail})" if row.detail else ""), style="bold")

@@ -95,7 +95,7 @@ def test_a_run_ends_with_everything_a_person_wants_to_know(
     assert table["label"][:5] == ["3", "2", "1", "0", "0"]
     assert "query: who was king 0?" in lines
     grades = [line for line in lines if line.startswith("  grade ")]
-    assert grades == [f"  grade {g} (judge says {g})" for g in (3, 2, 1, 0)]
+    assert grades == [f"  grade {g} (judge says {g}, mass 1.00)" for g in (3, 2, 1, 0)]
     assert lines[-4:] == [
         "next:",
         "  gradeloom release show kings@0.1.0",
