@@ -498,10 +498,12 @@ def _parquet_rows(path: Path, config: SourceConfig) -> Iterator[Found]:
             if not columns:
                 raise InputError(f"no column holds the query; the columns are {_few(there)}", file=path)
             number = 0
-            for batch in file.iter_batches(batch_size=1024, columns=columns):
-                for i in range(batch.num_rows):
-                    number += 1
-                    yield number, _record(batch, i)
+            # Group by group: over a whole file what was read is not given back until its end.
+            for group in range(file.num_row_groups):
+                for batch in file.iter_batches(1024, row_groups=[group], columns=columns):
+                    for i in range(batch.num_rows):
+                        number += 1
+                        yield number, _record(batch, i)
     except (pa.ArrowException, OSError) as error:
         raise InputError(f"cannot be read as Parquet ({error})", file=path) from error
 

@@ -348,8 +348,10 @@ def _rows(folder: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
                 for column in columns:
                     if column not in file.schema_arrow.names:
                         raise InputError("the release has no such column", file=path, field=column)
-                for batch in file.iter_batches(batch_size=1024, columns=list(columns)):
-                    yield from batch.to_pylist()
+                # Group by group: over a whole file what was read is not given back until its end.
+                for group in range(file.num_row_groups):
+                    for batch in file.iter_batches(1024, row_groups=[group], columns=list(columns)):
+                        yield from batch.to_pylist()
         except (pa.ArrowException, OSError) as error:
             raise InputError(f"cannot read: {error}", file=path) from error
 

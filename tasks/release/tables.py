@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -162,8 +163,12 @@ def read_rows(
         number = 0
         try:
             with pq.ParquetFile(path) as file:
-                for batch in file.iter_batches(batch_size=1000, columns=list(columns) if columns else None):
-                    for row in batch.to_pylist():
+                # Group by group: over a whole file what was read is not given back until its end.
+                for group in range(file.num_row_groups):
+                    batches = file.iter_batches(
+                        1000, row_groups=[group], columns=list(columns) if columns else None
+                    )
+                    for row in chain.from_iterable(batch.to_pylist() for batch in batches):
                         number += 1
                         yield Place(path, number), row
         except (pa.ArrowException, OSError) as error:
