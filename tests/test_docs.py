@@ -28,7 +28,7 @@ ELSEWHERE = {
 ADDED = {
     "gradeloom graded preview --config my-run.yaml --limit 3": FAULT,
     "gradeloom graded run --config my-run.yaml": f"--limit 40 --set run.target=20 {FAULT}",
-    "gradeloom graded run --config graded-demo --limit 6": f"--set filters=[] {FAULT}",
+    "gradeloom graded run --config graded-demo": f"--limit 6 --set filters=[] {FAULT}",
 }
 """Command -> what the test adds to it."""
 
