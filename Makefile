@@ -27,9 +27,12 @@ endef
 
 setup: .venv/.ready .venv-vllm/.ready model
 
-.venv/.ready: requirements/gradeloom.txt requirements/torch-cpu.txt pyproject.toml
+.venv/.packages: requirements/gradeloom.txt requirements/torch-cpu.txt
 	@echo 'Making .venv (gradeloom): about 2 GB, a few minutes.'
 	$(call environment,.venv,requirements/gradeloom.txt)
+	@touch $@
+
+.venv/.ready: .venv/.packages pyproject.toml
 	.venv/bin/python -m pip install --quiet --no-deps --editable .
 	@touch $@
 
