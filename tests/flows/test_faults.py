@@ -9,12 +9,12 @@ from typing import Any
 import orjson
 import pyarrow.parquet as pq
 import pytest
-from runs_for_tests import FAULTS, Place, answers, asked, fault_place
+from runs_for_tests import FAULTS, Place, answers, asked, at_once, fault_place
 
 from gradeloom.schemas.manifest import Manifest
 from gradeloom.tasks.release.verify import verify
 
-QUERIES = 60
+QUERIES = 40
 BAD_ANSWERS = {"truncate": 0.15, "bad_json": 0.15, "duplicate": 0.1}
 EACH = {"die": 0.2, "bad_body": 0.2, "rate_limited": 0.2, "server_error": 0.2}
 """Every fault that costs no time at 20 %, so that four of five sendings fail."""
@@ -102,51 +102,47 @@ def test_transport_faults_change_nothing(transport: dict[str, float], calm: Plac
     assert 0.7 * sum(transport.values()) < failed / len(log) < 1.3 * sum(transport.values())
 
 
-@pytest.mark.parametrize(
-    ("window", "wave", "shard_rows"), [(1, 1, 50), (8, 4, 3), (64, 1, 3), (64, 4, 50), (8, 1, 60)]
-)
-def test_concurrency_and_shards_change_nothing(
-    window: int, wave: int, shard_rows: int, calm: Place, tmp_path: Path
-) -> None:
-    place = run_like(
-        calm, tmp_path / "other", engine={"window": window}, run={"wave": wave, "shard_rows": shard_rows}
-    )
-    assert place.digest() == calm.digest()
-    assert answers(asked(place)) == answers(asked(calm))
-    outstanding = [orjson.loads(line)["outstanding"] for line in place.log.read_bytes().splitlines()]
-    assert max(outstanding) <= window
+def test_concurrency_and_shards_change_nothing(calm: Place, tmp_path: Path) -> None:
+    def one(ways: tuple[int, int, int]) -> None:
+        window, wave, shard_rows = ways
+        run = {"wave": wave, "shard_rows": shard_rows}
+        place = run_like(calm, tmp_path / f"{window}-{wave}-{shard_rows}", engine={"window": window}, run=run)
+        assert place.digest() == calm.digest(), ways
+        assert answers(asked(place)) == answers(asked(calm)), ways
+        outstanding = [orjson.loads(line)["outstanding"] for line in place.log.read_bytes().splitlines()]
+        assert max(outstanding) <= window, ways
+
+    at_once(one, [(1, 1, 50), (8, 4, 3), (64, 1, 3), (64, 4, 50), (8, 1, QUERIES)])
 
 
-def test_target_and_budget_cut_at_the_same_row_whatever_the_concurrency(tmp_path: Path) -> None:
-    kept = {}
-    for name, run in {
-        "target": {"target": 21},
-        "budget": {"budget_tokens": 70_000},
-    }.items():
-        digests = set()
-        for window, wave in ((1, 1), (16, 2), (64, 8)):
-            place = fault_place(
-                tmp_path / f"{name}-{window}-{wave}",
-                QUERIES,
-                engine={**BAD_ANSWERS, "window": window},
-                run={**run, "wave": wave, "shard_rows": 5},
-            )
-            ended = place.run_on()
-            assert ended.code == 0, ended.error
-            verify(place.release)
-            digests.add(place.digest())
-        assert len(digests) == 1, name
-        source, *_, label = manifest(place).content.accounting
-        assert source.rows == QUERIES
-        assert source.unused > 0
-        kept[name] = label.kept
-    assert kept["target"] == 21
-    assert 0 < kept["budget"] < QUERIES
+def digests(root: Path, variants: list[dict[str, Any]], window: tuple[int, ...]) -> set[str]:
+    """The content digests of runs that differ in these settings of `run`, and in the window."""
+
+    def one(n: int) -> str:
+        engine = {**BAD_ANSWERS, "window": window[n]}
+        place = fault_place(root / str(n), QUERIES, engine=engine, run=variants[n])
+        ended = place.run_on()
+        assert ended.code == 0, ended.error
+        verify(place.release)
+        return ended.digest
+
+    return set(at_once(one, range(len(variants))))
+
+
+@pytest.mark.parametrize("bound", [{"target": 15}, {"budget_tokens": 50_000}], ids=["target", "budget"])
+def test_a_bound_cuts_at_the_same_row_whatever_the_concurrency(bound: dict[str, int], tmp_path: Path) -> None:
+    variants = [{**bound, "wave": wave, "shard_rows": 5} for wave in (1, 2, 8)]
+    assert len(digests(tmp_path, variants, (1, 16, 64))) == 1
+    source, *_, label = manifest(Place(tmp_path / "0")).content.accounting
+    assert source.rows == QUERIES
+    assert source.unused > 0
+    assert label.kept == bound.get("target", label.kept)
+    assert label.kept > 0
 
 
 def test_with_a_budget_other_shards_are_another_recipe(tmp_path: Path) -> None:
     """It is spent shard by shard, so that where shards end decides what is released."""
-    place = fault_place(tmp_path / "budget", QUERIES, run={"budget_tokens": 70_000, "shard_rows": 5})
+    place = fault_place(tmp_path / "budget", QUERIES, run={"budget_tokens": 50_000, "shard_rows": 5})
     assert place.run_on().code == 0
     assert place.run_on("run.wave=1").said["already"]
     ended = place.run_on("run.shard_rows=6")
@@ -155,18 +151,8 @@ def test_with_a_budget_other_shards_are_another_recipe(tmp_path: Path) -> None:
 
 
 def test_a_target_cuts_at_the_same_row_whatever_the_shards(tmp_path: Path) -> None:
-    digests = {}
-    for shard_rows in (1, 7, 60):
-        place = fault_place(
-            tmp_path / str(shard_rows),
-            QUERIES,
-            engine={**BAD_ANSWERS, "window": 32},
-            run={"target": 21, "shard_rows": shard_rows},
-        )
-        ended = place.run_on()
-        assert ended.code == 0, ended.error
-        digests[shard_rows] = place.digest()
-    assert len(set(digests.values())) == 1, digests
+    variants = [{"target": 15, "shard_rows": rows} for rows in (2, 7, QUERIES)]
+    assert len(digests(tmp_path, variants, (32, 32, 32))) == 1
 
 
 def test_a_server_that_answers_nobody_ends_the_run_and_loses_nothing(calm: Place, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import random
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from itertools import count, pairwise
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from runs_for_tests import (
+    AT_ONCE,
     COUNT,
     SMALL_FAULTS,
     Asked,
@@ -24,6 +24,7 @@ from runs_for_tests import (
     Place,
     answers,
     asked,
+    at_once,
     fault_place,
     known,
     replay_place,
@@ -36,8 +37,6 @@ from gradeloom.tasks.run import CRASH_POINTS
 
 QUERIES = 6
 WINDOW = 4
-AT_ONCE = 3
-"""Runs side by side: they mostly wait for processes to start."""
 
 
 def fault(root: Path) -> Place:
@@ -162,8 +161,7 @@ def killed_at(engine: str, crashes: Sequence[str], root: Path, digest: str) -> s
         shutil.rmtree(place.root)
         return reached
 
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        reached = list(pool.map(one, crashes))
+    reached = at_once(one, crashes)
     return {crash for crash, was_reached in zip(crashes, reached, strict=True) if not was_reached}
 
 
@@ -205,8 +203,7 @@ def killed_at_moments(engine: str, moments: Sequence[float], root: Path, referen
         resume(place, f"killed after {seconds:.3f} s")
         assert place.digest() == reference.digest
 
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        list(pool.map(one, range(len(moments))))
+    at_once(one, range(len(moments)))
 
 
 def killed_after(place: Place, seconds: float) -> bool:

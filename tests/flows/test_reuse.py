@@ -150,7 +150,7 @@ def test_run_json_says_what_was_asked_for(first: Place) -> None:
 
 
 def test_two_processes_on_one_run(tmp_path: Path) -> None:
-    place = fault_place(tmp_path / "two", 4, engine={"latency": 0.2})
+    place = fault_place(tmp_path / "two", 2, engine={"latency": 0.5})
     one = place.start()
     wait_until(lambda: len(asked(place)) > 0, "the first is at work")
     other = place.start().end()
