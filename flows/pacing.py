@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from gradeloom.schemas.config import CanaryConfig, RunConfig
 from gradeloom.schemas.manifest import StageAccount
 
+UNLIKELY = 0.001
+"""A target with less chance than this is not worth its tokens."""
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -163,10 +166,10 @@ class Pace:
         )
 
     def _target_out_of_reach(self) -> str | None:
-        """Would even a lucky rest (the accept rate's upper 99.9 % bound) fall short?"""
+        """Would even a lucky rest fall short?"""
         target, tally = self.run.target, self.tally
         left = self.rows - tally.rows
-        if target is None or tally.accepted + left * upper_bound(tally.accepted, tally.rows) >= target:
+        if target is None or not out_of_reach(target - tally.accepted, left, tally.accepted, tally.rows):
             return None
         return (
             f"the target of {target} lists is out of reach: {tally.accepted} of {tally.rows} rows accepted, "
@@ -201,11 +204,17 @@ def frequent_reasons(accounting: Sequence[StageAccount], status: str) -> str:
     return ", ".join(text for _, text in sorted(counts, reverse=True)[:5]) or "no row at all"
 
 
-def upper_bound(hits: int, trials: int, z: float = 3.09) -> float:
-    """Wilson's upper bound of a share (z = 3.09: one-sided 99.9 %); 1 without trials."""
-    if not trials:
-        return 1.0
-    share = hits / trials
-    middle = share + z * z / (2 * trials)
-    spread = z * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
-    return min(1.0, (middle + spread) / (1 + z * z / trials))
+def out_of_reach(wanted: int, left: int, hits: int, trials: int) -> bool:
+    """Are `wanted` further hits in the `left` trials to come all but impossible, after `hits` in `trials`?
+
+    Even at the upper 99.9 % bound of the hit rate (Clopper and Pearson, exact for few trials, too) the
+    chance of so many is below one in a thousand.
+    """
+    from scipy.special import bdtrc, betaincinv  # type: ignore[import-untyped]
+
+    if wanted > left:
+        return True
+    if wanted <= 0 or hits == trials:
+        return False
+    lucky = betaincinv(hits + 1, trials - hits, 1 - UNLIKELY)
+    return bool(bdtrc(wanted - 1, left, lucky) < UNLIKELY)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradeloom.flows.pacing import Estimate, Pace, Tally, upper_bound
+from gradeloom.flows.pacing import Estimate, Pace, Tally, out_of_reach
 from gradeloom.schemas.config import CanaryConfig, RunConfig
 from gradeloom.schemas.manifest import StageAccount
 
@@ -103,10 +103,21 @@ def test_too_many_failures_and_nothing_kept() -> None:
     assert empty.verdict(none) == "nothing was kept: 9 too_long, 1 refusal"
 
 
-def test_upper_bound_by_hand() -> None:
-    # Wilson, z = 3.09: (0.5 + 9.5481/20 + 3.09 * sqrt(0.025 + 9.5481/400)) / (1 + 0.95481)
-    assert upper_bound(5, 10) == pytest.approx(0.84944, abs=1e-5)
-    assert upper_bound(0, 0) == 1.0
+def test_out_of_reach_is_all_but_impossible() -> None:
+    assert out_of_reach(3, 2, 90, 100)  # more than there are rows left
+    assert not out_of_reach(2, 2, 48, 98)  # two accepted of two: one in four, and all is paid for already
+    assert not out_of_reach(57, 59, 0, 1)  # one row tells next to nothing
+    assert out_of_reach(57, 59, 0, 30)
+    assert not out_of_reach(0, 5, 1, 9)
+    # 0 of 1: the upper bound is 1 - .001 = .999. All of 2: .998; all of 7000: .999 ** 7000 = .0009.
+    assert not out_of_reach(6_900, 6_900, 0, 1)
+    assert out_of_reach(7_000, 7_000, 0, 1)
+
+
+def test_a_target_that_the_last_rows_may_still_reach_does_not_stop_the_run() -> None:
+    p = pace(rows=100, target=50, shard_rows=98)
+    p.finished(shard(48, rows=98), list(range(48)))
+    assert p.stopped is None
 
 
 @given(
