@@ -25,6 +25,8 @@ QUOTED = 200
 """Characters of what a server said that an error or a refusal shows at most."""
 
 MASK = "[key]"
+SHORTEST_SECRET = 8
+"""Characters. Servers without keys are given words (`EMPTY`, `1`): to mask those would change answers."""
 
 _NO_OUTCOME = frozenset({408, 409, 425, 429})
 _REFUSALS = frozenset({400, 413, 422})
@@ -216,10 +218,13 @@ class HttpBackend:
         return Completion(finish, self._key.mask(text), prompt_tokens, completion_tokens, logprobs)
 
     def _first_token(self, choice: Any) -> tuple[tuple[str, float], ...] | None:
-        """(token, log-probability) of the first token's alternatives, most likely first."""
+        """(token, log-probability) of the first token's alternatives, most likely first.
+
+        None when the endpoint gives no log-probabilities; empty when the model wrote nothing at all.
+        """
         content = (choice.get("logprobs") or {}).get("content")
         if not content:
-            return None
+            return () if content == [] and not choice["message"]["content"] else None
         pairs = [
             (self._key.mask(str(top["token"])), float(top["logprob"])) for top in content[0]["top_logprobs"]
         ]
@@ -242,7 +247,9 @@ class _Secret:
     def __init__(self, value: str | None) -> None:
         self._value = value
         as_json = orjson.dumps(value).decode()[1:-1] if value else ""
-        self._forms = [form for form in dict.fromkeys((value, as_json)) if form]
+        self._forms = [
+            form for form in dict.fromkeys((value, as_json)) if form and len(form) >= SHORTEST_SECRET
+        ]
 
     def __repr__(self) -> str:
         return MASK

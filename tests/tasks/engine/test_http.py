@@ -123,6 +123,12 @@ async def test_logprobs_that_are_not_given_are_none(logprobs: Any) -> None:
     ).logprobs is None
 
 
+async def test_an_answer_of_no_token_has_no_logprobs_and_is_no_lack_of_them() -> None:
+    """A judge that ends at once abstains; it does not end the run."""
+    answer = await send_once(always(lambda: completion("", logprobs={"content": []})), top_logprobs=2)
+    assert answer.logprobs == ()
+
+
 @pytest.mark.parametrize("status", [400, 413, 422])
 async def test_a_refused_request_keeps_the_servers_words(status: int) -> None:
     found = await send_once(always(lambda: error(status, "bad\x1b[31m grammar\n" + "x" * 500)))
@@ -325,6 +331,21 @@ async def test_a_key_that_the_server_says_again_is_nowhere(
         assert server.headers[0]["Authorization"] == f"Bearer {KEY}"
     assert "secret" not in shown
     assert "secret" not in repr(backend) + repr(vars(backend))
+
+
+@pytest.mark.parametrize("word", ["1", "EMPTY"])
+async def test_a_word_in_place_of_a_key_does_not_change_answers(
+    word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOME_KEY", word)
+    logprobs = {"content": [{"top_logprobs": [{"token": word, "logprob": -0.1}]}]}
+    async with ScriptedServer(always(lambda: completion(f"{word}.", logprobs=logprobs))) as server:
+        backend = backend_for(server.url, api_key_env="SOME_KEY")
+        await backend.start()
+        answer = await backend.send(asked(), a_request(top_logprobs=2))
+        await backend.stop()
+    assert answer.text == f"{word}."
+    assert answer.logprobs == ((word, -0.1),)
 
 
 # --- many endpoints ---------------------------------------------------------------------------
