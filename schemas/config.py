@@ -109,7 +109,11 @@ class VllmEngine(EngineBase):
     python: str = operational(
         ".venv-vllm/bin/python", description="Interpreter of the environment that holds vLLM."
     )
-    args: tuple[str, ...] = operational((), description="More arguments for the vLLM server.")
+    args: tuple[str, ...] = operational(
+        (),
+        description="More arguments for the vLLM server. Those that are not about speed alone count as part "
+        "of the model.",
+    )
     env: dict[str, str] = operational(
         {}, description="More environment variables for the server; no secrets."
     )

@@ -49,7 +49,7 @@ class VllmBackend:
         folder: where the server's log goes (`vllm.log`).
 
     Attributes:
-        identity: what the model is.
+        identity: what the model is, and what else decides its answers.
         restarts: lives of the server after the first.
         flags: the arguments the server was started with, but for paths and keys; empty before.
         version: of vLLM; empty before the start.
@@ -61,7 +61,8 @@ class VllmBackend:
     def __init__(self, config: VllmEngine, *, folder: Path) -> None:
         self.config = config
         self.folder = folder
-        self.identity = models.identity(config.model, config.revision)
+        self._model = models.identity(config.model, config.revision)
+        self.identity = self._model + vllm_command.answering(config)
         self.restarts = 0
         self.flags: tuple[str, ...] = ()
         self.version = ""
@@ -157,7 +158,7 @@ class VllmBackend:
         self.flags, self.version = vllm_command.flags(config, engine), engine.version
         model = models.resolve(config.model, config.revision)
         if isinstance(model, str):
-            model = models.fetch(model, self.identity.rpartition("@")[2])
+            model = models.fetch(model, self._model.rpartition("@")[2])
         scratch = _socket_folder()
         key = None
         listen: tuple[str, ...]

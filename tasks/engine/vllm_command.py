@@ -18,6 +18,7 @@ import orjson
 
 from gradeloom.schemas.config import VllmEngine
 from gradeloom.schemas.errors import InputError
+from gradeloom.schemas.rows import digest
 
 SERVED_NAME = "gradeloom"
 MODULE = "vllm.entrypoints.openai.api_server"
@@ -47,6 +48,18 @@ _SECRET = re.compile(r"(^|_)(API_?)?(KEY|TOKEN|AUTH)S?(_|$)|SECRET|PASSWORD|PASS
 _OURS = re.compile(
     r"--(model|tokenizer|served-model-name|revision|(no-)?trust-remote-code|uds|host|port|api-key|hf-token"
     r"|structured-outputs-config(\..*)?|dtype|max-model-len|max-num-seqs|logprobs-mode)"
+)
+
+# Arguments that say where and how fast, and nothing of what is answered.
+_OPERATIONAL = re.compile(
+    r"--((tensor|pipeline|data|decode-context)-parallel-.*|distributed-executor-backend|nnodes|node-rank|master-.*"
+    r"|(no-)?enable-expert-parallel|gpu-memory-utilization|swap-space|cpu-offload-gb|num-gpu-blocks-override"
+    r"|block-size|max-num-batched-tokens|max-num-partial-prefills|max-long-partial-prefills"
+    r"|long-prefill-token-threshold|(no-)?enable-prefix-caching|prefix-caching-hash-algo"
+    r"|(no-)?enable-chunked-prefill|(no-)?enforce-eager|compilation-config(\..*)?|cuda-?graph-.*"
+    r"|(no-)?async-scheduling|scheduling-policy|download-dir|max-parallel-loading-workers|api-server-count"
+    r"|(no-)?(disable|enable)-log-.*|(no-)?disable-uvicorn-access-log|uvicorn-log-level|max-log-len"
+    r"|(no-)?disable-custom-all-reduce)|-tp|-pp|-dp"
 )
 
 
@@ -116,6 +129,34 @@ def flags(config: VllmEngine, engine: Installed) -> tuple[str, ...]:
         *(("--trust-remote-code",) if config.trust_remote_code else ()),
         *config.args,
     )
+
+
+def answering(config: VllmEngine) -> str:
+    """What decides answers beside the model: the dtype and the arguments not known to be about speed.
+
+    Returns:
+        A suffix of the model's identity, e.g. ` dtype:float32 args:0a1b2c3d4e5f`; empty for neither. A
+        file that an argument names counts by its content, wherever it lies.
+    """
+    parts: list[str] = []
+    counts = False
+    for arg in config.args:
+        name, equals, value = arg.partition("=")
+        if arg.startswith("-"):
+            counts = not _OPERATIONAL.fullmatch(name.replace("_", "-"))
+            if counts:
+                parts += [name.replace("_", "-"), _content(value)] if equals else [name.replace("_", "-")]
+        elif counts:
+            parts.append(_content(arg))
+    dtype = f" dtype:{config.dtype}" if config.dtype != "auto" else ""
+    return dtype + (f" args:{digest(*parts, length=12)}" if parts else "")
+
+
+def _content(value: str) -> str:
+    try:
+        return digest(Path(value).read_bytes())
+    except (OSError, ValueError):
+        return value
 
 
 def _cpu_flags(config: VllmEngine) -> tuple[str, ...]:
