@@ -13,30 +13,41 @@ from gradeloom.tasks.label.judge import Judge
 TOKENS_PER_WORD = 1.35
 """English in the tokenizers of today."""
 
+Count = Callable[[Sequence[Message]], int | None]
+"""Tokens of a prompt, or None where there is no tokenizer."""
+
 
 def expected_tokens(
     sample: Sequence[QueryRow],
     rows: int,
     generator: GradedGenerator,
     judge: Judge | None,
-    count: Callable[[Sequence[Message]], int | None],
+    *,
+    count: Count | None,
+    count_judge: Count | None,
 ) -> Estimate:
     """Tokens for `rows` queries: prompts as a few queries have them, answers as long as is asked for.
 
     Args:
         sample: the queries to extrapolate from.
         rows: of the whole source.
-        count: tokens of a prompt, or None where there is no tokenizer.
+        count: of the generator's engine; None when it costs nothing.
+        count_judge: of the judge's.
     """
     if not sample:
         return Estimate(0, 0)
+    prompt = completion = 0.0
     words = _words_asked_for(generator)
-    lists = [_list_of(row, generator, words) for row in sample]
-    asked = [request for row in sample for request in generator.requests(row)]
-    judged = [request for row in lists for request in judge.requests(row)] if judge else []
-    prompt = sum(_prompt_tokens(request, count) for request in asked + judged)
-    answer = min(len(generator.rubric) * (words * TOKENS_PER_WORD + 10), generator.generation.max_tokens)
-    completion = len(sample) * answer + sum(request.sampling.max_tokens for request in judged)
+    if count is not None:
+        asked = [request for row in sample for request in generator.requests(row)]
+        prompt += sum(_prompt_tokens(request, count) for request in asked)
+        levels = len(generator.rubric) * len(sample) / len(asked)  # of one answer
+        answer = min(levels * (words * TOKENS_PER_WORD + 10), generator.generation.max_tokens)
+        completion += len(asked) * answer
+    if judge is not None and count_judge is not None:
+        judged = [r for row in sample for r in judge.requests(_list_of(row, generator, words))]
+        prompt += sum(_prompt_tokens(request, count_judge) for request in judged)
+        completion += sum(request.sampling.max_tokens for request in judged)
     scale = rows / len(sample)
     return Estimate(round(prompt * scale), round(completion * scale))
 
@@ -54,7 +65,7 @@ def _list_of(row: QueryRow, generator: GradedGenerator, words: int) -> ListRow:
     return ListRow(id=row.id, ordinal=row.ordinal, query_id=row.query_id, query=row.query, passages=passages)
 
 
-def _prompt_tokens(request: Request, count: Callable[[Sequence[Message]], int | None]) -> float:
+def _prompt_tokens(request: Request, count: Count) -> float:
     counted = count(request.messages)
     if counted is not None:
         return counted

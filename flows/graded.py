@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gradeloom.flows.concurrency import InOrder, cancelled, in_parallel
-from gradeloom.flows.estimate import expected_tokens
+from gradeloom.flows.estimate import Count, expected_tokens
 from gradeloom.flows.orchestrate import Orchestration
 from gradeloom.flows.pacing import Estimate, Pace
 from gradeloom.flows.progress import Progress
@@ -42,6 +42,7 @@ from gradeloom.schemas.manifest import Manifest, StageAccount
 from gradeloom.schemas.rows import DecisionRow, JudgedRow, LabelRow, ListRow, QueryRow, Row
 from gradeloom.tasks.engine.engine import Engine
 from gradeloom.tasks.engine.store import Ledger, RequestCache
+from gradeloom.tasks.engine.types import UNREACHABLE
 from gradeloom.tasks.evaluate.grades import quality
 from gradeloom.tasks.filter.decontaminate import Contamination
 from gradeloom.tasks.filter.near_duplicates import NearDuplicateIndex
@@ -137,12 +138,13 @@ class GradedRun:
         config: GradedConfig,
         run: RunDirectory,
         recipe: Recipe,
+        ledger: Ledger,
         engines: tuple[Engine, Engine | None],
         contamination: Contamination | None,
         progress: Progress,
         tasks: Orchestration,
     ) -> None:
-        self.config, self.run, self.recipe = config, run, recipe
+        self.config, self.run, self.recipe, self.ledger = config, run, recipe, ledger
         self.engine, self.judge_engine = engines
         self.contamination = contamination
         self.progress, self.tasks = progress, tasks
@@ -199,7 +201,7 @@ class GradedRun:
             judge=judge.identity if judge else None,
             contamination=contamination,
         )
-        graded = cls(config, run, recipe, (engine, judge), contamination, progress, tasks)
+        graded = cls(config, run, recipe, ledger, (engine, judge), contamination, progress, tasks)
         graded._open_index(stack)
         return graded
 
@@ -387,12 +389,16 @@ class GradedRun:
     async def _rows(
         self, stage: Stage[R], ordinal: int, inputs: Sequence[In], work: Callable[[In], Awaitable[R]]
     ) -> list[R]:
-        """One shard of a per-row stage: from its file, or worked out and written as one task."""
+        """One shard of a per-row stage: from its file, or worked out and written as one task.
+
+        A file with rows that no server could be reached for is worked out once more: the ledger answers
+        for the others.
+        """
         self._expect(stage.name, len(inputs))
         ids = [row.id for row in inputs]
         path = stage.path(ordinal, ids)
         rows = stage.read(path)
-        if rows is not None:
+        if rows is not None and not any(row.reason == UNREACHABLE for row in rows):
             self.progress.advance(stage.name, len(rows), kept=len(kept(rows)))
             return rows
 
@@ -466,7 +472,7 @@ class GradedRun:
         facts = Facts(
             kind="graded",
             recipe=recipe.digest,
-            config=content_view(config),
+            config=recipe.config,
             prompts=recipe.prompts,
             models=recipe.models,
             steps=steps(recipe),
@@ -507,7 +513,11 @@ class GradedRun:
         return None
 
     def usage(self) -> dict[str, Any]:
-        """What this run has spent: `rows_tokens` in all, the rest by this process."""
+        """What this run has spent.
+
+        `tokens` by the rows that count, whoever answered them (a target's or a budget's measure),
+        `tokens_paid` by this run directory since it was made, surplus included; the rest by this process.
+        """
         engines = [self.engine]
         if self.judge_engine is not None and self.judge_engine is not self.engine:
             engines.append(self.judge_engine)
@@ -515,6 +525,7 @@ class GradedRun:
         busy = sum(engine.usage.busy_seconds for engine in engines)
         return {
             "tokens": self.pace.tally.tokens,
+            "tokens_paid": self.ledger.spent(list(self.recipe.fingerprints.values())),
             "expected_tokens": self.pace.expected.tokens,
             "prompt_tokens_sent": sum(engine.usage.prompt_tokens for engine in engines),
             "completion_tokens_sent": completion,
@@ -543,11 +554,12 @@ class GradedRun:
     # --- what to expect -------------------------------------------------------------------
 
     def _estimate(self) -> Estimate:
-        """From the first 16 queries; a replayed run costs nothing."""
-        if isinstance(self.config.engine, ReplayEngine):
-            return Estimate(0, 0)
+        """From the first 16 queries; what is replayed costs nothing."""
         sample = kept(self.sources.read(self.plan[0]) or [])[:16]
-        return expected_tokens(sample, self.rows, self.generator, self.judge, self.engine.count_tokens)
+        return expected_tokens(
+            sample, self.rows, self.generator, self.judge,
+            count=_counter(self.engine), count_judge=_counter(self.judge_engine),
+        )  # fmt: skip
 
     def _say_what_to_expect(self) -> None:
         expected, run = self.pace.expected, self.config.run
@@ -561,3 +573,8 @@ class GradedRun:
             )
         self.progress.say(f"{self.rows:,} queries{wanted}: {cost}")
         self.progress.stage(self.lists.name, self.rows)
+
+
+def _counter(engine: Engine | None) -> Count | None:
+    """What counts an engine's prompt tokens; None when none is paid for."""
+    return None if engine is None or isinstance(engine.config, ReplayEngine) else engine.count_tokens

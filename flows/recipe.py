@@ -7,13 +7,16 @@ fingerprint of the stage before it; never roots, endpoints, concurrency or timeo
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 import orjson
 
 from gradeloom.schemas.config import GradedConfig, NearDuplicatesFilter, content_view
+from gradeloom.schemas.errors import InputError
 from gradeloom.schemas.manifest import ModelIdentity
 from gradeloom.schemas.rows import digest
+from gradeloom.tasks.engine.models import called, tokenizer_digest
 from gradeloom.tasks.filter.decontaminate import Contamination
 from gradeloom.tasks.generate.graded import GradedGenerator
 from gradeloom.tasks.label.policy import Policy, default_policy
@@ -31,6 +34,7 @@ class Recipe:
     Attributes:
         fingerprints: stage name -> fingerprint (16 hex digits).
         digest: of the whole run: the last fingerprint, limit, target, budget, release name and version.
+        config: the settings that change rows, for the manifest: of what lies somewhere, its name.
         prompts: prompt name -> digest of its text.
         models: generator and judge, as they really were.
         policy: the label policy after defaults.
@@ -39,6 +43,7 @@ class Recipe:
 
     fingerprints: dict[str, str]
     digest: str
+    config: dict[str, Any]
     prompts: dict[str, str]
     models: list[ModelIdentity]
     policy: Policy
@@ -52,9 +57,14 @@ def graded_recipe(
     judge: str | None,
     contamination: Contamination | None,
 ) -> Recipe:
-    """The recipe of a run whose engines have the identities `generator` and `judge`."""
-    prompt = GradedGenerator.create(config, "").prompt
-    prompts = {prompt.name: prompt.digest}
+    """The recipe of a run whose engines have the identities `generator` and `judge`.
+
+    Raises:
+        InputError: a prompt, the examples, the source or a tokenizer cannot be read, or two prompts
+            have one name.
+    """
+    writer = GradedGenerator.create(config, "")
+    judge_prompts = _judge_prompts(config)
     models = [_model("generator", config.engine, generator)]
     levels = [content_view(level) for level in config.levels]
     generation = content_view(config.generation)
@@ -64,8 +74,8 @@ def graded_recipe(
         "source": _fingerprint("source", "", content_view(config.source), source_digest(config.source))
     }
     fingerprints["generate"] = _fingerprint(
-        "generate", fingerprints["source"], levels, generation, config.run.seed, prompt.digest,
-        GradedGenerator.create(config, "").examples_digest, _engine_view(config.engine), generator,
+        "generate", fingerprints["source"], levels, generation, config.run.seed, writer.prompt.digest,
+        writer.examples_digest, _engine_view(config.engine), generator,
     )  # fmt: skip
     cross = [f for f in config.filters if isinstance(f, NearDuplicatesFilter)]
     fingerprints["filter"] = _fingerprint(
@@ -78,17 +88,14 @@ def graded_recipe(
 
     independent = None
     if config.judge is not None and judge is not None:
-        independent = judge != generator
         settings = content_view(config.judge)
         engine = config.judge.engine or config.engine
         models.append(_model("judge", engine, judge))
-        names = [config.judge.prompt] + [config.judge.pairwise_prompt] * config.judge.pairwise
-        for judge_prompt in map(Prompt.load, names):
-            prompts[judge_prompt.name] = judge_prompt.digest
+        independent = _independent(*models)
         for place in ("engine", "prompt", "pairwise_prompt"):
             del settings[place]
         last = fingerprints["judge"] = _fingerprint(
-            "judge", last, levels, settings, config.run.seed, [prompts[Prompt.load(n).name] for n in names],
+            "judge", last, levels, settings, config.run.seed, [prompt.digest for prompt in judge_prompts],
             _engine_view(engine), judge,
         )  # fmt: skip
     policy = config.label.policy or default_policy(bool(independent))
@@ -97,7 +104,8 @@ def graded_recipe(
     # A budget is spent shard by shard: then alone where shards end decides what is released.
     shards = [run.shard_rows, run.canary.rows if run.canary else None] if run.budget_tokens else None
     whole = _fingerprint("", last, run.limit, run.target, run.budget_tokens, shards, content_view(release))
-    return Recipe(fingerprints, whole, prompts, models, policy, independent)
+    prompts = _by_name([writer.prompt, *judge_prompts])
+    return Recipe(fingerprints, whole, _released(config), prompts, models, policy, independent)
 
 
 def steps(recipe: Recipe) -> dict[str, str]:
@@ -109,15 +117,66 @@ def _fingerprint(stage: str, before: str, *settings: Any) -> str:
     return digest(stage, STEPS.get(stage, ""), before, orjson.dumps(settings, option=orjson.OPT_SORT_KEYS))
 
 
+def _judge_prompts(config: GradedConfig) -> list[Prompt]:
+    """The judge's prompt, and the pairwise one if pairs are asked for."""
+    if config.judge is None:
+        return []
+    names = [config.judge.prompt] + [config.judge.pairwise_prompt] * config.judge.pairwise
+    return [Prompt.load(name) for name in names]
+
+
+def _by_name(prompts: list[Prompt]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for prompt in prompts:
+        if found.setdefault(prompt.name, prompt.digest) != prompt.digest:
+            raise InputError(
+                f"another prompt of this run is called '{prompt.name}' too; give each a name of its own",
+                file=prompt.file,
+                field="name",
+            )
+    return found
+
+
 def _engine_view(engine: Any) -> dict[str, Any]:
-    """An engine's settings without the model's name: its identity says what it is."""
+    """An engine's settings without the model's name: its identity says what it is.
+
+    A tokenizer that is not the model's own decides which prompts are too long: its content counts.
+    """
     view = content_view(engine)
     for name in ("model", "revision", "tokenizer"):
         view.pop(name, None)
+    if engine.tokenizer is not None:
+        view["tokenizer"] = tokenizer_digest(engine.tokenizer)
     return view
 
 
 def _model(role: str, engine: Any, identity: str) -> ModelIdentity:
-    return ModelIdentity(
-        role=role, kind=engine.kind, model=getattr(engine, "model", engine.kind), identity=identity
-    )
+    name = called(getattr(engine, "model", engine.kind))
+    return ModelIdentity(role=role, kind=engine.kind, model=name, identity=identity)
+
+
+def _independent(generator: ModelIdentity, judge: ModelIdentity) -> bool:
+    """Is the judge another model? One name is one model, however it is served and whatever its revision."""
+    if generator.identity.partition(" ")[0] == judge.identity.partition(" ")[0]:
+        return False
+    named = {"vllm", "openai"} >= {generator.kind, judge.kind}
+    return not (named and generator.model == judge.model)
+
+
+def _released(config: GradedConfig) -> dict[str, Any]:
+    """The settings as a manifest holds them: the same wherever models, prompts and tokenizers lie."""
+    view = content_view(config)
+    engines = [view["engine"], (view["judge"] or {}).get("engine") or {}]
+    for holder, key in [(e, k) for e in engines for k in ("model", "tokenizer")] + [
+        (view["source"], "dataset")
+    ]:
+        if holder.get(key) is not None:
+            holder[key] = called(holder[key])
+    for holder, key in (
+        (view["generation"], "prompt"),
+        (view["judge"], "prompt"),
+        (view["judge"], "pairwise_prompt"),
+    ):
+        if holder and holder[key] is not None:
+            holder[key] = PurePath(holder[key]).name
+    return view

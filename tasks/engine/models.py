@@ -78,6 +78,13 @@ def resolve(model: str, revision: str | None = None) -> Path | str:
     return model
 
 
+def called(model: str) -> str:
+    """What to call a model where nobody must see where it lies: a folder's last part, else its name."""
+    path = Path(model).expanduser()
+    local = path.is_absolute() or model.startswith((".", "~")) or (model != BUNDLED and path.is_dir())
+    return path.resolve().name if local else model
+
+
 def identity(model: str, revision: str | None = None) -> str:
     """What a model is, whatever it is called and wherever it lies.
 
@@ -105,6 +112,24 @@ def tokenizer_folder(model: str, revision: str | None = None) -> Path:
         return Path(model).expanduser()
     place = resolve(model, revision)
     return place if isinstance(place, Path) else _snapshot(place, revision, [*TOKENIZER_FILES, "config.json"])
+
+
+def tokenizer_digest(model: str) -> str:
+    """32 hex digits over a model's tokenizer and chat template, wherever they lie.
+
+    Raises:
+        InputError: as `identity`, or a file cannot be read.
+    """
+    folder = tokenizer_folder(model)
+    parts: list[str | bytes] = []
+    for name in TOKENIZER_FILES:
+        file = folder / name
+        try:
+            if file.is_file():
+                parts += [name, file.read_bytes()]
+        except OSError as error:
+            raise InputError(f"cannot be read: {error.strerror}", file=file) from error
+    return digest(*parts, length=32)
 
 
 def fetch(name: str, revision: str) -> Path:

@@ -63,6 +63,10 @@ class Asked:
     source_id: str = ""
 
 
+UNREACHABLE = "engine_unreachable"
+"""The reason of a row whose request met nothing but transport faults. It says nothing about the row, so
+whoever goes on with a run asks again."""
+
 Outcome = Literal["stop", "length", "prompt_too_long", "refused", "not_recorded", "unreachable"]
 
 

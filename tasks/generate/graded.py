@@ -15,7 +15,7 @@ import orjson
 
 from gradeloom.schemas.config import GenerationConfig, GradedConfig, LengthBucket, Level
 from gradeloom.schemas.rows import ListRow, Passage, QueryRow, Status, digest
-from gradeloom.tasks.engine.types import Asked, Completion, Message, Request, Sampling
+from gradeloom.tasks.engine.types import UNREACHABLE, Asked, Completion, Message, Request, Sampling
 from gradeloom.tasks.generate.examples import Example, load_examples
 from gradeloom.tasks.generate.parse import Fault, read_completion
 from gradeloom.tasks.prompts import Prompt
@@ -26,7 +26,7 @@ RAW_CHARACTERS = 4000
 _AT_ONCE: dict[str, tuple[Status, str]] = {
     "prompt_too_long": ("rejected", "prompt_too_long"),
     "not_recorded": ("failed", "not_recorded"),
-    "unreachable": ("failed", "engine_unreachable"),
+    "unreachable": ("failed", UNREACHABLE),
 }
 """Outcomes that another seed cannot change."""
 

@@ -16,7 +16,7 @@ from typing import Protocol
 from gradeloom.schemas.config import JudgeConfig, Level
 from gradeloom.schemas.errors import InputError
 from gradeloom.schemas.rows import JudgedRow, Judgement, ListRow, PairVerdict, Status, digest
-from gradeloom.tasks.engine.types import Asked, Completion, Request, Sampling
+from gradeloom.tasks.engine.types import UNREACHABLE, Asked, Completion, Request, Sampling
 from gradeloom.tasks.prompts import Prompt
 
 TOP_LOGPROBS = 20
@@ -26,7 +26,7 @@ _FAILURES: dict[str, tuple[Status, str]] = {
     "refused": ("failed", "judge_refused"),
     "prompt_too_long": ("rejected", "judge_prompt_too_long"),
     "not_recorded": ("failed", "not_recorded"),
-    "unreachable": ("failed", "engine_unreachable"),
+    "unreachable": ("failed", UNREACHABLE),
 }
 
 

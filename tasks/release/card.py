@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from importlib.resources import files
-from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -66,8 +65,7 @@ def render(
         parent=release.parent,
         levels=sorted(facts.levels, key=lambda level: -level.grade),
         models=[
-            {"role": m.role, "name": _model_name(m.model), "kind": m.kind, "identity": m.identity}
-            for m in facts.models
+            {"role": m.role, "name": m.model, "kind": m.kind, "identity": m.identity} for m in facts.models
         ],
         prompts=sorted(facts.prompts.items()),
         recipe=facts.recipe,
@@ -121,12 +119,6 @@ def _judge_words(independent: bool | None) -> str:
     if independent:
         return "The judge is independent: another model than the generator."
     return "The judge is not independent: the generator read its own passages."
-
-
-def _model_name(model: str) -> str:
-    """A hub name as it is; of a folder on the machine of the run, the last part only."""
-    path = PurePath(model)
-    return path.name if path.is_absolute() or model.startswith((".", "~")) else model
 
 
 def _percent(share: float | None) -> str:

@@ -10,7 +10,6 @@ from made_stories import facts, some
 from markdown_it import MarkdownIt
 
 from gradeloom.schemas.config import Level, ReleaseConfig
-from gradeloom.schemas.manifest import ModelIdentity
 from gradeloom.tasks.release.card import _escape, render
 from gradeloom.tasks.release.tables import TABLES
 
@@ -78,13 +77,6 @@ def test_what_was_not_measured_is_said() -> None:
     assert "No passage was judged" in text
     assert "was not measured" in text
     assert "not independent" in card(judge_independent=False)
-
-
-def test_a_local_model_is_named_without_the_path_of_this_machine() -> None:
-    model = ModelIdentity(role="generator", kind="vllm", model="/home/me/models/writer", identity="cafe")
-    text = card(models=[model])
-    assert ["generator", "writer", "vllm", "cafe"] in cells(text)
-    assert "/home/me" not in text
 
 
 def test_text_of_others_is_never_markup() -> None:
