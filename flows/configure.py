@@ -1,9 +1,9 @@
 """A graded run's configuration, read from YAML and `--set`, with every mistake said in one line.
 
-Paths in a configuration that name input files (`source.path`, `generation.examples`, an engine's
-`path`, a decontamination set) are relative to the working directory if they exist there, else to
-the configuration's own folder; `samples:NAME` is a file of gradeloom's bundled samples. Roots
-(`run.root`, `release.root`, `cache.root`) are always relative to the working directory.
+Paths in a configuration that name input files (`source.path`, `generation.examples`, a prompt's YAML
+file, an engine's `path`, a decontamination set) are relative to the working directory if they exist
+there, else to the configuration's own folder; `samples:NAME` is a file of gradeloom's bundled samples.
+Roots (`run.root`, `release.root`, `cache.root`) are always relative to the working directory.
 """
 
 from __future__ import annotations
@@ -269,6 +269,11 @@ def _resolve_paths(data: dict[str, Any], file: Path) -> None:
     for name, engine in engines:
         if isinstance(engine, dict) and engine.get("kind") == "replay":
             places.append((engine, "path", f"{name}.path"))
+    for section, names in (("generation", ("prompt",)), ("judge", ("prompt", "pairwise_prompt"))):
+        settings = data.get(section)
+        for name in names:
+            if isinstance(settings, dict) and str(settings.get(name)).endswith((".yaml", ".yml")):
+                places.append((settings, name, f"{section}.{name}"))
     filters = data.get("filters")
     for i, settings in enumerate(filters if isinstance(filters, list) else []):
         sets = settings.get("sets") if isinstance(settings, dict) else None

@@ -330,7 +330,7 @@ class Engine:
         return None if counter is None else counter.count(messages)
 
     def check_labels(self, labels: Sequence[str]) -> None:
-        """Make sure that each label is a single token, so that one log-probability stands for it.
+        """Make sure that each label is a single token, for one is all that a judge may answer.
 
         Raises:
             InputError: a label is not. Without a tokenizer nothing is checked.
@@ -341,9 +341,9 @@ class Engine:
         for label in labels:
             if not counter.single_token(label):
                 raise InputError(
-                    f"the label {label!r} is not a single token of this model, so its probability cannot be "
-                    "read; use method `samples`",
-                    field="judge.method",
+                    f"the label {label!r} is not a single token of this model, which answers with one; use "
+                    "another judge, or other grades",
+                    field="judge.engine",
                 )
 
     def _tokens(self) -> TokenCounter | None:

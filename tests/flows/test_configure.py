@@ -295,3 +295,15 @@ def test_the_recorded_config_replays_both_models(realdata: Path) -> None:
 
 def test_every_packaged_config_is_tested_here() -> None:
     assert list(packaged_configs()) == ["graded-demo", "graded-msmarco", "graded-recorded"]
+
+
+def test_a_prompt_may_lie_beside_its_configuration(folder: Path) -> None:
+    (folder / "configs" / "mine.yaml").write_text("name: mine\nversion: '1'\nuser: x\n")
+    text = SMALL + "generation: {prompt: mine.yaml}\njudge: {prompt: judge, pairwise_prompt: mine.yaml}\n"
+    config = load_config(write(folder, text))
+    assert config.generation.prompt == str(folder / "configs" / "mine.yaml")
+    assert config.judge is not None
+    assert (config.judge.prompt, config.judge.pairwise_prompt) == ("judge", config.generation.prompt)
+    assert refused(folder, SMALL + "generation: {prompt: none.yaml}\n").startswith(
+        "~/configs/c.yaml, field 'generation.prompt': no such file or folder: 'none.yaml'"
+    )
