@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+
+# A shell that starts its jobs in the background has them ignore SIGINT, and so would every process that
+# tests start and then stop as Ctrl-C does.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 REQUIRE_ALL = os.environ.get("GRADELOOM_REQUIRE_ALL") == "1"
 

@@ -36,7 +36,7 @@ def vllm_settings() -> VllmEngine:
     if not model.is_dir():
         pytest.skip("the bundled model is not prepared: `make model` does it")
     return VllmEngine(
-        model=str(model),
+        model=str(model.resolve()),
         python=str(python),
         window=16,
         max_model_len=1024,
