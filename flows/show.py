@@ -130,7 +130,7 @@ def graded_result(result: GradedResult, name: str, root: str, ui: str | None) ->
     if result.already:
         page.path("next: ", _commands(name, result.version, root)[0])
         return
-    page.path("this run in the Prefect UI: ", f"{ui} (started by: gradeloom ui)" if ui
+    page.path("this run in the Prefect UI: ", f"{ui} (if nothing answers there: `gradeloom ui`)" if ui
               else "not recorded; start `gradeloom ui` before a run")  # fmt: skip
     if result.release is None:
         page.line("no release was cut; finished work is kept, the same command goes on from it")
