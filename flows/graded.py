@@ -3,9 +3,10 @@
     source -> generate -> filter -> near_duplicates -> judge -> label -> release
 
 Rows go in shards. Several shards are in progress at once; near-duplicates are decided shard after
-shard, in order. What a shard's stage has written is never computed again, so a killed run goes on
-where it was. The first N accepted rows (target) and the token budget are applied to finished shards
-in order, so neither timing nor the number of shards in progress decides what is released.
+shard, in order. What a shard's stage has written is not computed again (but for rows that no server
+could be reached for), so a killed run goes on where it was. The first N accepted rows (target) and
+the token budget are applied to finished shards in order, so neither timing nor the number of shards
+in progress decides what is released.
 """
 
 from __future__ import annotations

@@ -406,10 +406,10 @@ class ReleaseConfig(Settings):
             raise ValueError("a release name is lower case letters, digits, `.`, `_`, `-`, at most 64")
         return name
 
-    @field_validator("version")
+    @field_validator("version", "parent")
     @classmethod
-    def _version(cls, version: str) -> str:
-        if not VERSION.fullmatch(version):
+    def _version(cls, version: str | None) -> str | None:
+        if version is not None and not VERSION.fullmatch(version):
             raise ValueError("a version is MAJOR.MINOR.PATCH, e.g. 0.1.0")
         return version
 

@@ -148,6 +148,8 @@ def test_set_is_what_the_file_would_say(number: int, path: str) -> None:
         (SMALL.replace("release: {name: small}", ""), "field 'release': is missing and has no default"),
         (SMALL + "filters: [{kind: near_duplicates}, {kind: length}]\n",
          "filters: near_duplicates sees the whole data set and must be the last"),
+        (SMALL.replace("name: small", "name: small, parent: latest"),
+         "field 'release.parent': a version is MAJOR.MINOR.PATCH, e.g. 0.1.0"),
         (SMALL + "run: {seed: 1, limit: 0}\nlabel: {policy: best}\n",
          "field 'label.policy': expected 'intended', 'judged', 'agreed' or 'expected', "
          'got "best" (and 1 more)'),
