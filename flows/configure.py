@@ -17,13 +17,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, get_args
 
-import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticUndefined
 
 from gradeloom.schemas.config import GradedConfig
 from gradeloom.schemas.errors import InputError
 from gradeloom.tasks.engine.models import home
+from gradeloom.tasks.strict_yaml import load_yaml
 
 SETTING = "--set"
 _SECRET_NAME = re.compile(
@@ -74,31 +74,6 @@ def load_config(path_or_name: str, sets: Sequence[str] = (), limit: int | None =
 # --- reading --------------------------------------------------------------------------------
 
 
-class _Loader(yaml.SafeLoader):
-    """Safe YAML that refuses a key given twice in one mapping (plain YAML keeps the last)."""
-
-
-def _unique_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
-    seen: dict[Any, int] = {}
-    for key_node, _ in node.value:
-        if key_node.tag == "tag:yaml.org,2002:merge":
-            continue
-        key = loader.construct_object(key_node, deep=True)
-        line = key_node.start_mark.line + 1
-        if isinstance(key, dict | list):
-            raise yaml.constructor.ConstructorError(None, None, "a key must be a word", key_node.start_mark)
-        if key in seen:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"'{key}' is given twice (first in line {seen[key]})", key_node.start_mark
-            )
-        seen[key] = line
-    loader.flatten_mapping(node)
-    return loader.construct_mapping(node, deep=True)
-
-
-_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)
-
-
 def _find(path_or_name: str) -> Path:
     path = Path(path_or_name)
     if path.is_file():
@@ -114,17 +89,10 @@ def _find(path_or_name: str) -> Path:
 
 def _read_yaml(file: Path) -> dict[str, Any]:
     try:
-        data = yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader)  # noqa: S506 (a SafeLoader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        raise InputError(
-            f"not valid YAML: {error.problem or error.context}",
-            file=file, row=mark.line + 1 if mark else None,
-        ) from None  # fmt: skip
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"not valid YAML: {_first_line(str(error))}", file=file) from None
+        text = file.read_bytes()
     except OSError as error:
         raise InputError(f"cannot read: {error.strerror}", file=file) from None
+    data = load_yaml(text, file=file)
     if not isinstance(data, dict):
         raise InputError("expected a mapping of settings (source:, engine:, release:, …)", file=file)
     return data
@@ -139,12 +107,7 @@ def _apply(data: dict[str, Any], change: str) -> str:
     parts = path.strip().split(".")
     if not equals or not all(parts):
         raise InputError(f"expected key.subkey=value, got '{_short(path)}'", file=SETTING)
-    try:
-        value = yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
-    except yaml.YAMLError:
-        raise InputError(
-            "the value is not valid YAML; quote it if it is text", file=SETTING, field=path
-        ) from None
+    value = load_yaml(text, file=SETTING, field=path)
     here: Any = data
     models: list[type[BaseModel]] = [GradedConfig]
     for i, part in enumerate(parts[:-1]):
@@ -341,11 +304,26 @@ def _expected(error: ErrorDetails, path: str) -> str:
         return "expected `kind`: one of " + _kinds(error["loc"])
     if kind == "union_tag_invalid":
         return f"unknown kind '{_short(context.get('tag'))}', expected one of {context.get('expected_tags')}"
+    if kind in ("model_type", "model_attributes_type", "dict_type"):
+        return f"expected settings (key: value), got {_given(given)}"
+    if kind in ("tuple_type", "list_type"):
+        return f"expected a list, got {_given(given)}"
+    if kind in ("too_short", "too_long"):
+        bound = (
+            f"at least {context['min_length']}" if kind == "too_short" else f"at most {context['max_length']}"
+        )
+        return f"expected {bound} of them, got {len(given)}"
+    if kind == "string_too_short":
+        return "expected some text"
     message = error["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
     message = message.replace("Input should be", "expected")
     if kind == "value_error" or isinstance(given, dict | list):
         return _first_line(message)
-    return _first_line(f"{message}, got {_short(json.dumps(given, default=str, ensure_ascii=False))}")
+    return _first_line(f"{message}, got {_given(given)}")
+
+
+def _given(value: Any) -> str:
+    return _short(json.dumps(value, default=str, ensure_ascii=False))
 
 
 def _models_at(loc: Sequence[int | str]) -> list[type[BaseModel]]:

@@ -8,7 +8,9 @@ declared with `operational(...)`; `content_view` drops them.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -19,7 +21,29 @@ VERSION = re.compile(r"(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)(-rc\.[1-9]\d*)?"
 class Settings(BaseModel):
     """Base of all settings: unknown keys are refused, values are immutable."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _storable(cls, value: Any) -> Any:
+        """What JSON, SQLite and file systems cannot hold is refused where it is set."""
+        for part in _leaves(value):
+            if isinstance(part, int) and not -(2**63) <= part < 2**63:
+                raise ValueError("expected a number that fits into 64 bits")
+            if isinstance(part, str) and "\0" in part:
+                raise ValueError("holds the control character U+0000")
+        return value
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """A setting's plain values; settings inside it have checked theirs."""
+    if isinstance(value, dict):
+        value = (*value, *value.values())
+    if isinstance(value, tuple):
+        for part in value:
+            yield from _leaves(part)
+    else:
+        yield value
 
 
 def operational(default: Any = ..., **kwargs: Any) -> Any:
@@ -58,7 +82,9 @@ class SourceConfig(Settings):
         None,
         description="A file (.jsonl .tsv .csv .parquet .txt .topics, optionally .gz) or BEIR folder.",
     )
-    dataset: str | None = Field(None, description="A Hugging Face data set name, instead of a path.")
+    dataset: str | None = Field(
+        None, min_length=1, description="A Hugging Face data set name, instead of a path."
+    )
     config: str | None = Field(None, description="Configuration of the Hugging Face data set.")
     split: str = Field("train", description="Split of the Hugging Face data set.")
     revision: str | None = Field(None, description="Revision of the Hugging Face data set.")
@@ -125,6 +151,16 @@ class VllmEngine(EngineBase):
     restarts: int = operational(3, ge=0, description="Restarts without progress in between until giving up.")
 
 
+def _leads_somewhere(url: str) -> bool:
+    if url.startswith("unix:"):
+        return url != "unix:"
+    try:
+        parts = urlsplit(url)
+        return bool(parts.hostname) and parts.port != 0 and not re.search(r"\s", url)
+    except ValueError:
+        return False
+
+
 class OpenAIEngine(EngineBase):
     """One or many OpenAI-compatible endpoints."""
 
@@ -149,6 +185,8 @@ class OpenAIEngine(EngineBase):
                 raise ValueError("an endpoint must not hold a key; use api_key_env")
             if not url.startswith(("http://", "https://", "unix:")):
                 raise ValueError("an endpoint starts with http://, https:// or unix:")
+            if not _leads_somewhere(url):
+                raise ValueError(f"{url!r} names no host or socket, e.g. http://10.0.0.7:8000/v1")
         return endpoints
 
     @field_validator("api_key_env")
@@ -202,8 +240,8 @@ class Level(Settings):
     """One level of relevance."""
 
     grade: int = Field(ge=0, le=9, description="Higher is more relevant.")
-    name: str
-    definition: str
+    name: str = Field(min_length=1)
+    definition: str = Field(min_length=1)
 
 
 TREC_LEVELS = (
@@ -282,6 +320,12 @@ class LengthFilter(Settings):
     kind: Literal["length"] = "length"
     min_words: int = Field(10, ge=0)
     max_words: int = Field(250, ge=1)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> LengthFilter:
+        if self.min_words > self.max_words:
+            raise ValueError("min_words is greater than max_words")
+        return self
 
 
 class RefusalFilter(Settings):
@@ -379,7 +423,7 @@ class CanaryConfig(Settings):
 
 
 class RunConfig(Settings):
-    root: str = operational("runs", description="Folder of run directories.")
+    root: str = operational("runs", min_length=1, description="Folder of run directories.")
     shard_rows: int = operational(500, ge=1)
     wave: int = operational(4, ge=1, description="Shards in progress at once.")
     seed: int = 0
@@ -395,7 +439,7 @@ class RunConfig(Settings):
 class ReleaseConfig(Settings):
     name: str
     version: str = "0.1.0"
-    root: str = operational("releases")
+    root: str = operational("releases", min_length=1)
     licence: str = Field("other", description="SPDX name for the data set card.")
     parent: str | None = Field(None, description="Version this one follows.")
 
@@ -415,7 +459,7 @@ class ReleaseConfig(Settings):
 
 
 class CacheConfig(Settings):
-    root: str = operational(".gradeloom/cache")
+    root: str = operational(".gradeloom/cache", min_length=1)
     enabled: bool = operational(True)
 
 

@@ -14,13 +14,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import yaml
-from jinja2 import DictLoader, StrictUndefined, Template, TemplateError, TemplateSyntaxError
+from jinja2 import DictLoader, StrictUndefined, Template, TemplateSyntaxError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gradeloom.schemas.errors import InputError
 from gradeloom.schemas.rows import digest
 from gradeloom.tasks.engine.types import Message
+from gradeloom.tasks.strict_yaml import load_yaml
 
 _REQUIRED = ("name", "version", "user")
 _OPTIONAL = ("system",)
@@ -94,10 +94,7 @@ def _read(path: Path) -> bytes:
 
 
 def _parse(data: bytes, file: str) -> Prompt:
-    try:
-        content = yaml.safe_load(data)
-    except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise InputError(f"is not YAML ({' '.join(str(error).split())})", file=file) from error
+    content = load_yaml(data, file=file)
     if not isinstance(content, dict):
         raise InputError("a mapping with name, version, system and user was expected", file=file)
     for key in content:
@@ -133,5 +130,6 @@ def _template_errors(file: str, role: str) -> Iterator[None]:
         yield
     except TemplateSyntaxError as error:
         raise InputError(f"template line {error.lineno}: {error.message}", file=file, field=role) from error
-    except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
-        raise InputError(f"cannot be rendered: {error}", file=file, field=role) from error
+    except Exception as error:
+        why = str(error) or type(error).__name__
+        raise InputError(f"cannot be rendered: {why}", file=file, field=role) from error

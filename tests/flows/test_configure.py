@@ -104,7 +104,8 @@ def test_a_later_set_wins(folder: Path) -> None:
     [
         ("run.seed", "--set: expected key.subkey=value, got 'run.seed'"),
         ("run..seed=1", "--set: expected key.subkey=value, got 'run..seed'"),
-        ("run.seed=[1", "--set, field 'run.seed': the value is not valid YAML; quote it if it is text"),
+        ("run.seed=[1",
+         "--set, field 'run.seed': not valid YAML: expected ',' or ']', but got '<stream end>'"),
         ("filters.9.kind=x", "--set, field 'filters.9.kind': expected an index from 0 to 5, got '9'"),
         ("filters.x.kind=x", "--set, field 'filters.x.kind': expected an index from 0 to 5, got 'x'"),
         ("engine.seed.x=1", "--set, field 'engine.seed.x': 'engine.seed' holds no settings"),
@@ -153,6 +154,20 @@ def test_set_is_what_the_file_would_say(number: int, path: str) -> None:
         (SMALL + "run: {seed: 1, limit: 0}\nlabel: {policy: best}\n",
          "field 'label.policy': expected 'intended', 'judged', 'agreed' or 'expected', "
          'got "best" (and 1 more)'),
+        (SMALL + "run: 5\n", "field 'run': expected settings (key: value), got 5"),
+        (SMALL + "filters: 5\n", "field 'filters': expected a list, got 5"),
+        (SMALL + "levels: [{grade: 1, name: a, definition: b}]\n",
+         "field 'levels': expected at least 2 of them, got 1"),
+        (SMALL + "levels: [{grade: 1, name: '', definition: b}, {grade: 0, name: a, definition: c}]\n",
+         "field 'levels.0.name': expected some text"),
+        (SMALL + "filters: [{kind: length, min_words: 9, max_words: 3}]\n",
+         "field 'filters.0': min_words is greater than max_words"),
+        (SMALL + "run: {seed: 99999999999999999999}\n",
+         "field 'run.seed': expected a number that fits into 64 bits"),
+        (SMALL + 'run: {root: "a\\0b"}\n', "field 'run.root': holds the control character U+0000"),
+        (SMALL + "run: {root: ''}\n", "field 'run.root': expected some text"),
+        (SMALL.replace("seed: 7", "latency: .inf"),
+         "field 'engine.latency': expected a finite number, got Infinity"),
     ],
 )  # fmt: skip
 def test_a_wrong_file_is_said(folder: Path, text: str, message: str) -> None:
@@ -174,6 +189,36 @@ def test_a_wrong_file_is_said(folder: Path, text: str, message: str) -> None:
 )  # fmt: skip
 def test_bad_yaml_is_said_with_its_line(folder: Path, text: str, message: str) -> None:
     assert refused(folder, text).removeprefix("~/configs/c.yaml").lstrip(",: ").startswith(message)
+
+
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("name: 2024-13-45", "a value that is no timestamp; text wants quotes"),
+        ("name: !!timestamp soon", "a value that is no timestamp; text wants quotes"),
+        ("name: !!int many", "a value that is no int; text wants quotes"),
+        ("name: !!bool maybe", "a value that is no bool; text wants quotes"),
+        ("name: " + "[" * 3000 + "]" * 3000, "nested too deeply"),
+        (BOMB, "aliases make more than 100,000 values of it, or go round in circles"),
+        ("&a [*a]", "aliases make more than 100,000 values of it, or go round in circles"),
+    ],
+    ids=["date", "timestamp", "int", "bool", "deep", "bomb", "circle"],
+)
+def test_yaml_that_plain_loaders_choke_on(folder: Path, text: str, message: str) -> None:
+    assert message in refused(folder, text)
+
+
+@pytest.mark.parametrize("url", ["http://", "http:///v1", "unix:", "http://[::1/v1", "http://h:99999/v1",
+                                 "http://two words/v1"])  # fmt: skip
+def test_an_endpoint_that_leads_nowhere_is_refused(folder: Path, url: str) -> None:
+    said = refused(folder, SMALL, f"engine={{kind: openai, model: m, endpoints: ['{url}']}}")
+    assert "field 'engine.endpoints'" in said
+    assert "names no host or socket" in said
 
 
 def test_merge_keys_may_be_overridden(folder: Path) -> None:

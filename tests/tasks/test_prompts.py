@@ -64,8 +64,9 @@ def test_the_digest_is_of_the_content(tmp_path: Path) -> None:
         (GOOD.replace("Be brief.", '"{% endif %}"'), "system", "template line 1"),
         ("- a\n", None, "a mapping with name"),
         ("", None, "a mapping with name"),
-        ("name: [\n", None, "is not YAML"),
-        ("name: !!python/object/apply:os.getcwd []\n", None, "is not YAML"),
+        ("name: [\n", None, "not valid YAML"),
+        ("name: !!python/object/apply:os.getcwd []\n", None, "not valid YAML"),
+        (GOOD + "name: n\n", None, "'name' is given twice"),
     ],
 )
 def test_a_wrong_file_is_named_with_the_field(
@@ -73,7 +74,7 @@ def test_a_wrong_file_is_named_with_the_field(
 ) -> None:
     with pytest.raises(InputError) as caught:
         prompt(tmp_path, text)
-    place = f"p.yaml, field '{field}': " if field else "p.yaml: "
+    place = f"p.yaml, field '{field}': " if field else "p.yaml"
     assert place in str(caught.value)
     assert message in str(caught.value)
 
@@ -166,3 +167,12 @@ def test_the_small_prompt_shows_the_example_before_the_query() -> None:
     assert user.splitlines() == [
         "Topic: blue sea", '{"level_1":"a","level_0":"b"}', "", "Topic: red sky",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ 5 | xmlattr }}", "{{ 'a' * 100000000000000 }}", "{{ 5 | dictsort }}"]
+)
+def test_whatever_goes_wrong_in_a_template_is_named(tmp_path: Path, template: str) -> None:
+    broken = prompt(tmp_path, GOOD.replace("{{ query }}", template))
+    with pytest.raises(InputError, match=r"field 'user': cannot be rendered: "):
+        broken.render(query="q")
