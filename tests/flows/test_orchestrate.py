@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import http.server
 import json
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from gradeloom.flows import server
 from gradeloom.flows.configure import load_config
 from gradeloom.flows.orchestrate import Orchestration, api_url, plain, run_flow
 from gradeloom.flows.progress import Progress
@@ -63,7 +66,8 @@ class Recorded:
         from prefect.client.schemas.sorting import FlowRunSort
 
         async with PrefectClient(api=self.url) as client:
-            self.runs = await client.read_flow_runs(sort=FlowRunSort.START_TIME_ASC)
+            everyones = await client.read_flow_runs(sort=FlowRunSort.START_TIME_ASC)
+            self.runs = [run for run in everyones if run.name == RUN]
             for run in self.runs:
                 only = FlowRunFilter(id=FlowRunFilterId(any_=[run.id]))
                 self.tasks[run.id] = await self._task_runs(client, only)
@@ -87,6 +91,9 @@ class Recorded:
             await asyncio.sleep(0.2)
 
 
+RUN = "little 2.3.4"
+"""Other tests use the server of the session, too, and under other names."""
+
 MODES = ("well", "stopped", "wrong", "defect")
 
 
@@ -103,7 +110,7 @@ def recorded(
 
 def test_each_run_is_a_flow_run_with_its_end_and_reason(recorded: Any) -> None:
     server, said, _ = recorded
-    assert [run.name for run in server.runs] == ["little 2.3.4"] * 5
+    assert [run.name for run in server.runs] == [RUN] * 5
     states = [(run.state.type.name, run.state.message) for run in server.runs]
     assert states[0] == ("COMPLETED", "released: None")
     assert states[1] == ("FAILED", "only 3 of 4 kept")
@@ -175,7 +182,7 @@ def test_no_secret_reaches_the_servers_files(recorded: Any, local_prefect: Any) 
     assert any(file.name == "prefect.db" for file in files)
     assert [file for file in files if SECRET.encode() in file.read_bytes()] == []
     with sqlite3.connect(local_prefect.home / "prefect" / "prefect.db") as db:
-        assert db.execute("SELECT COUNT(*) FROM flow_run").fetchone() == (5,)
+        assert db.execute("SELECT COUNT(*) FROM flow_run WHERE name = ?", (RUN,)).fetchone() == (5,)
 
 
 def test_the_deployable_flow_has_the_config_as_its_form(
@@ -250,6 +257,38 @@ def test_an_api_that_does_not_answer_is_said(
     with pytest.raises(InputError) as caught:
         asyncio.run(run_flow(config, progress=Progress(quiet=True), compose=never))  # type: ignore[arg-type]
     assert str(caught.value).startswith(f"no Prefect API answers at http://127.0.0.1:{free_port}/api (")
+
+
+class _Page(http.server.BaseHTTPRequestHandler):
+    """A web server that is no Prefect: every address is a page."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.end_headers()
+        self.wfile.write(b"<html>hello</html>")
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+def test_a_web_page_is_no_prefect_api(
+    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Page) as page:
+        threading.Thread(target=page.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{page.server_port}/api"
+        monkeypatch.setenv("PREFECT_HOME", str(tmp_path))
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        monkeypatch.setenv("PREFECT_API_URL", url)
+
+        async def never(**_: Any) -> Any:
+            raise AssertionError
+
+        config = load_config(str(config_file))
+        with pytest.raises(InputError, match=f"no Prefect API answers at {url}"):
+            asyncio.run(run_flow(config, progress=Progress(quiet=True), compose=never))  # type: ignore[arg-type]
+        assert not server.answers(url)
+        page.shutdown()
 
 
 def test_plain_text_stays_readable() -> None:
