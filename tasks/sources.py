@@ -441,6 +441,12 @@ def _columns(first: list[str], config: SourceConfig, path: Path, number: int) ->
     if has_id or config.id_field is not None:
         unclear("which column holds the query? set source.text_field")
     if len(first) == 1:
+        apart = {name.strip() for name in re.split(r"[;,|\t]", header[0])}
+        if len(apart) > 1 and not apart.isdisjoint({*ID_FIELDS, *TEXT_FIELDS}):
+            separator = "commas" if ".csv" in path.suffixes else "tabs"
+            unclear(
+                f"one column was found, and its name looks like several; expected {separator} between them"
+            )
         return ["text"], False
     if len(first) > 2 or any(ch.isspace() for ch in header[0]):
         unclear(
@@ -495,6 +501,8 @@ def _parquet_rows(path: Path, config: SourceConfig) -> Iterator[Found]:
             there = file.schema_arrow.names
             wanted = {*ID_FIELDS, *TEXT_FIELDS, config.id_field, config.text_field}
             columns = [name for name in there if name in wanted]
+            if len(set(columns)) < len(columns):
+                raise InputError(f"a column stands there twice; the columns are {_few(there)}", file=path)
             if not columns:
                 raise InputError(f"no column holds the query; the columns are {_few(there)}", file=path)
             number = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BufferedReader
@@ -143,11 +144,13 @@ def _texts(file: Path) -> Iterator[str]:
     try:
         with _open(file) as lines:
             for row, line in enumerate(lines, start=1):
+                if row == 1:
+                    line = line.removeprefix(b"\xef\xbb\xbf")
                 if line.strip():
                     yield from _of_json(line, file, row) if json else line.decode().strip("\r\n").split("\t")
     except UnicodeDecodeError as error:
         raise InputError("not UTF-8", file=file, row=row) from error
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"cannot read: {error}", file=file, row=row + 1) from error
 
 

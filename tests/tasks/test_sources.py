@@ -414,3 +414,22 @@ def test_the_sample_queries_are_ours(realdata: Path) -> None:
         ("llmjudge2024_dev_text", {}),
     ]:
         assert not ours & {r.query.casefold() for r in rows(realdata / name, **config)}
+
+
+def test_a_column_that_stands_twice_is_refused(tmp_path: Path) -> None:
+    twice = pa.Table.from_arrays([pa.array(["a b"]), pa.array(["c d"])], names=["text", "text"])
+    pq.write_table(twice, tmp_path / "q.parquet")
+    with pytest.raises(InputError, match=r"q\.parquet: a column stands there twice"):
+        list(read_queries(SourceConfig(path=str(tmp_path / "q.parquet"))))
+
+
+@pytest.mark.parametrize(
+    ("name", "header"),
+    [("q.csv", "id;text"), ("q.csv", "id\ttext"), ("q.tsv", "id,query"), ("q.csv", "qid|title")],
+)
+def test_another_separator_is_not_read_as_one_column_of_queries(
+    tmp_path: Path, name: str, header: str
+) -> None:
+    (tmp_path / name).write_text(f"{header}\n1{header[2]}why is the sky blue\n")
+    with pytest.raises(InputError, match="row 1: one column was found, and its name looks like several"):
+        list(read_queries(SourceConfig(path=str(tmp_path / name))))

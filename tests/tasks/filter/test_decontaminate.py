@@ -179,3 +179,17 @@ def test_dl19_knows_itself(realdata: Path) -> None:
     kept_a_run = [bool(shingles(words(text), 13) & runs) for text in rewritten]
     assert [known.passage(text) is not None for text in rewritten] == kept_a_run
     assert (sum(kept_a_run), len(kept_a_run)) == (6, 160)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_set(tmp_path: Path) -> None:
+    (tmp_path / "set.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "How hot is tea?"}\n')
+    assert load(tmp_path / "set.jsonl").query("how hot is tea") == "set"
+
+
+@pytest.mark.parametrize("place", [12, 20, 40, -4])
+def test_a_damaged_gzip_file_is_said(tmp_path: Path, place: int) -> None:
+    packed = bytearray(gzip.compress(lines(*({"text": f"tea number {n}"} for n in range(5000))).encode()))
+    packed[place] ^= 0x55
+    (tmp_path / "set.jsonl.gz").write_bytes(packed)
+    with pytest.raises(InputError, match=r"set\.jsonl\.gz, row \d+: "):
+        load(tmp_path / "set.jsonl.gz")
