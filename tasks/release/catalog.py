@@ -90,6 +90,8 @@ def find(root: Path | str, which: str) -> Path:
     """
     if (Path(which) / MANIFEST).is_file():
         return Path(which)
+    if "/" in which and Path(which).is_dir():
+        read_manifest(Path(which))  # says what is wrong with it
     name, _, version = which.partition("@")
     home = Path(root) / name
     if not NAME.fullmatch(name) or not home.is_dir():

@@ -13,8 +13,8 @@ from typing import Any
 import orjson
 
 from gradeloom.schemas.errors import InputError
-from gradeloom.tasks.release.catalog import read_manifest
 from gradeloom.tasks.release.tables import read_rows, sync_file
+from gradeloom.tasks.release.verify import require_untouched
 from gradeloom.tasks.run import sync_folder
 
 
@@ -30,12 +30,12 @@ def export_beir(folder: Path, target: Path, split: str = "test") -> Path:
         The target.
 
     Raises:
-        InputError: no release, an unknown split, a target with something in it, an id that a TSV file
-            cannot hold, or a place that cannot be written. Then nothing is left.
+        InputError: no release or a changed one, an unknown split, a target with something in it, an id
+            that a TSV file cannot hold, or a place that cannot be written. Then nothing is left.
     """
     if split not in ("test", "train", "dev"):
         raise InputError(f"unknown split '{split}'; BEIR knows train, dev and test")
-    read_manifest(folder)
+    require_untouched(folder)
     with _whole_folder(target) as draft:
         for table in ("corpus", "queries"):
             with (draft / f"{table}.jsonl").open("wb") as lines:

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from gradeloom.schemas.errors import InputError
-from gradeloom.schemas.manifest import Content
+from gradeloom.schemas.manifest import Content, Manifest
 from gradeloom.schemas.rows import digest
 from gradeloom.tasks.release.catalog import MANIFEST, read_manifest, table_rows
 from gradeloom.tasks.release.tables import TABLES, Place, read_rows, table_files
@@ -30,6 +30,20 @@ def verify(folder: Path) -> list[str]:
     Raises:
         InputError: at the first thing that is wrong, naming the file, the row and the field.
     """
+    manifest = _unedited(folder)
+    return [f"manifest: digest {manifest.digest}", *check(folder, manifest.content)]
+
+
+def require_untouched(folder: Path) -> None:
+    """The cheap part of `verify`: every byte is still what was released, and checked then.
+
+    Raises:
+        InputError: at the first file that is missing, added or changed.
+    """
+    _check_files(folder, _unedited(folder).content)
+
+
+def _unedited(folder: Path) -> Manifest:
     manifest = read_manifest(folder)
     if manifest.content.digest() != manifest.digest:
         raise InputError(
@@ -37,7 +51,7 @@ def verify(folder: Path) -> list[str]:
             file=folder / MANIFEST,
             field="digest",
         )
-    return [f"manifest: digest {manifest.digest}", *check(folder, manifest.content)]
+    return manifest
 
 
 def check(folder: Path, content: Content) -> list[str]:

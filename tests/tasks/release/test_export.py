@@ -53,7 +53,7 @@ def test_an_empty_target_is_taken_and_another_refused(standing: Path, tmp_path: 
 
 def test_a_release_that_cannot_be_read_leaves_no_export(copied: Path, tmp_path: Path) -> None:
     (copied / "qrels" / "train-00000.parquet").write_bytes(b"PAR1 no PAR1")
-    with pytest.raises(InputError, match=r"qrels/train-00000\.parquet: cannot be read as Parquet"):
+    with pytest.raises(InputError, match=r"qrels/train-00000\.parquet, field 'bytes': 12 bytes"):
         export_beir(copied, tmp_path / "beir")
     shutil.rmtree(copied)
     with pytest.raises(InputError, match="no release here"):
@@ -68,3 +68,12 @@ def test_ids_that_a_tsv_file_cannot_hold_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "beir").exists()
     with pytest.raises(InputError, match="unknown split 'eval'"):
         export_beir(folder, tmp_path / "beir", split="eval")
+
+
+@pytest.mark.parametrize("table", ["corpus", "queries", "qrels"])
+def test_a_release_that_lacks_a_file_is_not_exported(standing: Path, tmp_path: Path, table: str) -> None:
+    release = shutil.copytree(standing / "made" / "0.1.0", tmp_path / "copy")
+    next((release / table).iterdir()).unlink()
+    with pytest.raises(InputError, match=r"listed in the manifest, but missing"):
+        export_beir(release, tmp_path / "beir")
+    assert not (tmp_path / "beir").exists()
