@@ -124,11 +124,17 @@ async def _check_api(url: str) -> None:
 
     async with get_client() as client:
         problem = await client.api_healthcheck()
-    if problem is not None:
-        raise InputError(
-            f"no Prefect API answers at {server.without_password(url)} ({type(problem).__name__}); "
-            "start it, or unset PREFECT_API_URL"
-        )
+        why = type(problem).__name__
+        if problem is None:
+            try:  # any web server may say 200, and only Prefect its version
+                await client.raise_for_api_version_mismatch()
+                return
+            except RuntimeError as error:
+                why = " ".join(str(error).split())
+    raise InputError(
+        f"no Prefect API answers at {server.without_password(url)} ({why}); "
+        "start it, or unset PREFECT_API_URL"
+    )
 
 
 async def _as_flow_run(config: GradedConfig, progress: Progress, compose: Composition) -> Ran:

@@ -72,7 +72,7 @@ def answers(api_url: str) -> bool:
         with urllib.request.build_opener(proxies).open(
             f"{api_url.rstrip('/')}/health", timeout=2.0
         ) as answer:
-            return bool(answer.status == 200)
+            return bool(answer.headers.get_content_type() == "application/json")
     except urllib.error.HTTPError as error:
         return error.code in (401, 403)
     except (OSError, ValueError, http.client.HTTPException):
