@@ -9,6 +9,7 @@ input is wrong; 3 finished without a release; 130 interrupted.
 
 from __future__ import annotations
 
+import errno
 import signal
 import sys
 import traceback
@@ -24,6 +25,11 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 INTERRUPTED = 130
+# What a place that the user named answers, whoever asks it.
+_PLACE_ERRORS = {
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.ENOTDIR,
+    errno.ELOOP,
+}  # fmt: skip
 DEFECT = 1
 
 
@@ -50,7 +56,10 @@ def run(arguments: list[str]) -> int:
     except (click.Abort, KeyboardInterrupt):
         _say("gradeloom: interrupted; run the same command again to go on")
         return INTERRUPTED
-    except Exception:
+    except Exception as error:
+        if isinstance(error, OSError) and error.filename and error.errno in _PLACE_ERRORS:
+            _say(f"gradeloom: error: {str(error.filename)[:200]}: {error.strerror}")
+            return InputError.exit_code
         _say(traceback.format_exc().rstrip())
         _say("gradeloom: this is a defect of gradeloom, please report it with the lines above")
         return DEFECT

@@ -267,11 +267,26 @@ def release(facts: dict[str, Any]) -> None:
             page.line()
             page.line(f"{title}:")
             for key, value in facts[title].items():
-                page.line(f"{key.replace('_', ' ')}: {value if _simple(value) else as_json(value)}", indent=2)
+                _figure(page, key.replace("_", " "), value)
 
 
-def _simple(value: Any) -> bool:
-    return value is None or isinstance(value, str | int | float | bool)
+def _figure(page: Page, name: str, value: Any) -> None:
+    """One figure; of a confusion of grades its table, too."""
+    if not isinstance(value, dict):
+        page.line(f"{name}: {'not measured' if value is None else value}", indent=2)
+        return
+    rest = {k: v for k, v in value.items() if not isinstance(v, dict | list)}
+    page.line(f"{name}: " + ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in rest.items()), indent=2)
+    if "matrix" in value:
+        page.table(
+            ("   intended", *(f"judged {grade}" for grade in value["grades"]), "abstained"),
+            [
+                (f"   grade {grade}", *row, abstained)
+                for grade, row, abstained in zip(
+                    value["grades"], value["matrix"], value["abstained"], strict=True
+                )
+            ],
+        )
 
 
 def runs(found: Sequence[RunSummary], root: str) -> None:
@@ -283,17 +298,23 @@ def runs(found: Sequence[RunSummary], root: str) -> None:
         ("run", "state", "shards", "rows", "size", "stale", "last change"),
         [
             (r.name, r.state if r.pid is None else f"{r.state} (pid {r.pid})", r.shards, r.rows,
-             size(r.bytes), size(r.stale_bytes), time.strftime("%Y-%m-%d %H:%M", time.localtime(r.changed)))
+             size(r.bytes), size(r.stale_bytes), _moment(r.changed))
             for r in found
         ],
     )  # fmt: skip
 
 
+def _moment(unix: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(unix))
+
+
 def facts(values: dict[str, Any]) -> None:
-    """`name: value` lines."""
+    """`name: value` lines; a float is a Unix time."""
     page = Page()
     for name, value in values.items():
         shown = size(value) if name.endswith("bytes") and isinstance(value, int) else value
+        if isinstance(shown, float):
+            shown = _moment(shown)
         page.path(f"{name.replace('_', ' ')}: ", f"{shown:,}" if isinstance(shown, int) else shown)
 
 

@@ -317,3 +317,35 @@ def test_sizes() -> None:
 
 def test_json_is_ascii() -> None:
     assert show.as_json({"text": "é\x1b", "path": Path("a")}) == '{"text": "\\u00e9\\u001b", "path": "a"}'
+
+
+@pytest.mark.parametrize(
+    "command", [("release", "list"), ("runs", "list"), ("cache", "stats")], ids=lambda command: command[0]
+)
+def test_a_place_that_cannot_be_is_no_defect(
+    command: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(*command, "--root", "a" * 5000) == 2
+    said = capsys.readouterr().err
+    assert said.endswith("a: File name too long\n")
+    assert said.count("\n") == 1
+
+
+def test_a_folder_that_is_no_release_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("release", "verify", str(tmp_path)) == 2
+    assert "no release here: manifest.json is missing" in capsys.readouterr().err
+
+
+def test_times_and_grades_are_shown_to_people(released: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("release", "show", "kings") == 0
+    shown = capsys.readouterr().out
+    assert "judged 3" in shown
+    assert "{" not in shown.split("quality:")[1].split("observed:")[0]
+    show.facts({"oldest": 1796073759.25, "entries": 1200})
+    said = capsys.readouterr().out
+    assert "oldest: 2026-1" in said
+    assert "entries: 1,200" in said
