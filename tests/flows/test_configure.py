@@ -158,7 +158,8 @@ def test_set_is_what_the_file_would_say(number: int, path: str) -> None:
         (SMALL + "filters: 5\n", "field 'filters': expected a list, got 5"),
         (SMALL + "levels: [{grade: 1, name: a, definition: b}]\n",
          "field 'levels': expected at least 2 of them, got 1"),
-        (SMALL + "levels: [{grade: 1, name: '', definition: b}, {grade: 0, name: a, definition: c}]\n",
+        (SMALL + "levels: [{grade: 1, name: '', definition: b}, {grade: 0, name: a, definition: c},"
+         " {grade: 2, name: d, definition: e}]\n",
          "field 'levels.0.name': expected some text"),
         (SMALL + "filters: [{kind: length, min_words: 9, max_words: 3}]\n",
          "field 'filters.0': min_words is greater than max_words"),
