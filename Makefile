@@ -49,6 +49,7 @@ demo: setup
 	@test -e releases/graded-demo/0.1.0/manifest.json || .venv/bin/gradeloom ui --background
 	@.venv/bin/gradeloom graded run --config graded-demo; status=$$?; \
 	  .venv/bin/gradeloom ui --stop >/dev/null; exit $$status
+	@echo '(`. .venv/bin/activate` makes .venv/bin/gradeloom the command `gradeloom`)'
 
 test: setup
 	.venv/bin/pytest -m 'not long' $(PYTEST_ARGS)
