@@ -21,7 +21,7 @@ from gradeloom.tasks.filter.decontaminate import Contamination
 from gradeloom.tasks.generate.graded import GradedGenerator
 from gradeloom.tasks.label.policy import Policy, default_policy
 from gradeloom.tasks.prompts import Prompt
-from gradeloom.tasks.sources import source_digest
+from gradeloom.tasks.source_forms import source_digest
 
 STEPS = {"source": "1", "generate": "1", "filter": "1", "near_duplicates": "1", "judge": "1", "label": "1"}
 """Versions of the steps. Raise one when its code gives other rows for the same input."""

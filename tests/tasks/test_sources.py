@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from gradeloom.schemas.config import SourceConfig
 from gradeloom.schemas.errors import InputError
 from gradeloom.schemas.rows import QueryRow
-from gradeloom.tasks.sources import read_queries, source_digest
+from gradeloom.tasks.source_forms import source_digest
+from gradeloom.tasks.sources import read_queries
 
 TWO = [("7", "why is the sky red"), ("8", "boil an egg")]
 
