@@ -457,6 +457,7 @@ class GradedRun:
         accounting = self.accounting.stages()
         stopped = self.pace.verdict(accounting)
         if stopped is not None:
+            stopped += self._for_example()
             return GradedResult(
                 None, False, self.config.release.version, None, accounting, accept_rate(accounting),
                 self.usage(), stopped=stopped,
@@ -467,6 +468,16 @@ class GradedRun:
             released.path, released.already, content.version, released.manifest.digest, accounting,
             accept_rate(accounting), self.usage(), content.quality, self._sample(),
         )  # fmt: skip
+
+    def _for_example(self) -> str:
+        """The first row that failed, else that was rejected, with all that is known of why."""
+        for status in ("failed", "rejected"):
+            for story in self._stories():
+                row = story.decision
+                if row.status == status:
+                    detail = f" ({row.detail[:200]})" if row.detail else ""
+                    return f"; for example query {story.query.query_id}: {row.reason}{detail}"
+        return ""
 
     def _cut(self, accounting: list[StageAccount]) -> Released:
         config, recipe = self.config, self.recipe
@@ -492,7 +503,7 @@ class GradedRun:
         )
 
     def _stories(self) -> Iterator[Story]:
-        for ordinal in range(len(self.plan)):
+        for ordinal in range(self.pace.tally.shards):
             for story in self.load(ordinal).stories():
                 if self.pace.cut is not None and story.query.ordinal > self.pace.cut:
                     return

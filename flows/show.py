@@ -133,7 +133,7 @@ def graded_result(result: GradedResult, name: str, root: str, ui: str | None) ->
     page.path("this run in the Prefect UI: ", f"{ui} (if nothing answers there: `gradeloom ui`)" if ui
               else "not recorded; start `gradeloom ui` before a run")  # fmt: skip
     if result.release is None:
-        page.line("no release was cut; finished work is kept, the same command goes on from it")
+        page.line("no release was cut; what is finished is kept, and a run with other settings uses it")
         return
     page.line("next:")
     for command in _commands(name, result.version, root):
@@ -197,22 +197,27 @@ def _reading(passage: dict[str, Any]) -> str:
 def preview(shown: Preview) -> None:
     """`graded preview`: what was sent, what came back, what became of it, and what to expect."""
     page = Page()
+    seen: set[str] = set()
     for row in shown.rows:
-        _preview_row(page, row)
+        _preview_row(page, row, seen)
     page.line(
         f"all {shown.queries:,} queries at this pace: about {shown.tokens:,} tokens, "
         f"{shown.hours:,.2f} hours; accept rate here {_share(shown.accept_rate)}"
     )
 
 
-def _preview_row(page: Page, row: PreviewRow) -> None:
+def _preview_row(page: Page, row: PreviewRow, shown: set[str]) -> None:
+    """One query; a system message that was `shown` before is not shown again."""
     page.line(f"=== {row.query_id}: {row.query}", style="bold")
     for sent in row.exchanges:
         part = f" {sent.part}" if sent.part else ""
         page.line(f"--- {sent.stage}{part}, attempt {sent.attempt + 1}", style="cyan")
         for message in sent.messages:
-            page.line(f"{message['role']}:", indent=2, style="dim")
-            page.line(message["content"], indent=4)
+            again = message["role"] == "system" and message["content"] in shown
+            shown.add(message["content"])
+            page.line(f"{message['role']}:" + " as above" * again, indent=2, style="dim")
+            if not again:
+                page.line(message["content"], indent=4)
         page.line(
             f"completion ({sent.outcome}, {sent.prompt_tokens} + {sent.completion_tokens} tokens):",
             indent=2, style="dim",

@@ -139,6 +139,7 @@ def test_a_run_without_a_release_exits_3_with_the_reason(
     assert run("graded", "run", "--config", "kings.yaml", *nothing) == 3
     out, err = capsys.readouterr()
     assert err.splitlines()[-1].startswith("gradeloom: no release: nothing was kept: ")
+    assert "; for example query q0: too_short (" in err.splitlines()[-1]
     assert "no release was cut" in out
     assert run("graded", "run", "--config", "kings.yaml", "--json", *nothing) == 3
     result = json.loads(capsys.readouterr().out)
