@@ -10,7 +10,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 help:
 	@echo 'make demo       set up, then a small release out of a real language model'
 	@echo 'make test       set up, then the whole test suite, the real engine included'
-	@echo 'make test-long  the long proofs: kills at random moments, 100,000 rows, ...'
+	@echo 'make test-long  the long proofs: kills at every point and at random moments, full disks'
 	@echo 'make setup      the two environments and the bundled model, nothing else'
 	@echo 'make lint types format clean'
 
