@@ -101,8 +101,12 @@ def fills_up(which: str, kilobytes: int, root: Path, digest: str) -> bool:
         seen = disk.seen if which == "run" else place.root / "runs"
         shards = {shard: shard.stat().st_mtime_ns for shard in seen.rglob("*.parquet")}
         assert all(intact(shard) for shard in shards)
-        again = one_line(place.run_on())  # still full: said again, and nothing is worse
-        assert str(place.root / FOLDERS[which]) in again
+        again = place.run_on()
+        if again.code == 0:
+            # A log of SQLite's is folded in when a run ends: a disk too small by a little may now do.
+            assert again.digest == digest
+        else:  # still full: said again, and nothing is worse
+            assert str(place.root / FOLDERS[which]) in one_line(again)
         disk.grow(20_000)
         ended = place.run_on()
         assert ended.code == 0, ended.error
