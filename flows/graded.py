@@ -39,7 +39,7 @@ from gradeloom.schemas.config import (
     content_view,
 )
 from gradeloom.schemas.errors import InputError, RunIncomplete
-from gradeloom.schemas.manifest import Manifest, StageAccount
+from gradeloom.schemas.manifest import Manifest, StageAccount, accept_rate
 from gradeloom.schemas.rows import DecisionRow, JudgedRow, LabelRow, ListRow, QueryRow, Row
 from gradeloom.tasks.engine.engine import Engine
 from gradeloom.tasks.engine.store import Ledger, RequestCache
@@ -122,13 +122,6 @@ def already_released(config: GradedConfig, recipe: Recipe, manifest: Manifest) -
         folder, True, config.release.version, manifest.digest, accounting, accept_rate(accounting), {},
         manifest.content.quality,
     )  # fmt: skip
-
-
-def accept_rate(accounting: Sequence[StageAccount]) -> float | None:
-    """Released rows over rows that were worked on (the unused do not count)."""
-    if not accounting or not (worked := accounting[0].rows - accounting[0].unused):
-        return None
-    return accounting[-1].kept / worked
 
 
 class GradedRun:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gradeloom.schemas.config import CanaryConfig, RunConfig
-from gradeloom.schemas.manifest import StageAccount
+from gradeloom.schemas.manifest import StageAccount, rows_worked_on
 
 UNLIKELY = 0.001
 """A target with less chance than this is not worth its tokens."""
@@ -120,7 +120,7 @@ class Pace:
         """Why no release may be cut, or None."""
         if self.stopped is not None:
             return self.stopped
-        worked = accounting[0].rows - accounting[0].unused
+        worked = rows_worked_on(accounting)
         failed = sum(account.failed for account in accounting)
         if failed > self.run.max_failed * worked:
             return (

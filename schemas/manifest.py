@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
@@ -38,6 +39,17 @@ class StageAccount(BaseModel):
         assert self.rows == parts, f"stage {self.stage}: {self.rows} rows in, {parts} accounted for"
         without_reason = sum(self.reasons.values())
         assert without_reason == parts - self.kept, f"stage {self.stage}: reasons do not add up"
+
+
+def rows_worked_on(accounting: Sequence[StageAccount]) -> int:
+    """Rows that came to a decision: all that entered the first stage but for the unused."""
+    return accounting[0].rows - sum(account.unused for account in accounting) if accounting else 0
+
+
+def accept_rate(accounting: Sequence[StageAccount]) -> float | None:
+    """Rows that the last stage kept, as a share of the rows worked on; None when there were none."""
+    worked = rows_worked_on(accounting)
+    return accounting[-1].kept / worked if worked else None
 
 
 class ModelIdentity(BaseModel):

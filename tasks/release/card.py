@@ -16,6 +16,7 @@ from jinja2.sandbox import SandboxedEnvironment
 from markupsafe import Markup
 
 from gradeloom.schemas.config import ReleaseConfig
+from gradeloom.schemas.manifest import accept_rate, rows_worked_on
 from gradeloom.tasks.release.tables import TABLES
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def render(
     environment.filters |= {"percent": _percent, "figure": _figure}
     source = files("gradeloom.data").joinpath("cards/graded.md.j2").read_text(encoding="utf-8")
     unused = sum(account.unused for account in facts.accounting)
-    decided = facts.accounting[0].rows - unused if facts.accounting else 0
+    decided = rows_worked_on(facts.accounting)
     kept = sizes["queries"][0]
     text = environment.from_string(source).render(
         header=Markup(_header(release, sizes)),  # noqa: S704 : YAML by its own library
@@ -80,7 +81,7 @@ def render(
         kept=kept,
         decided=decided,
         unused=unused,
-        accept_rate=_percent(kept / decided if decided else None),
+        accept_rate=_percent(accept_rate(facts.accounting)),
         accounting=facts.accounting,
         reasons=[
             (account.stage, reason, count)

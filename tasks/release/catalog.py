@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from gradeloom.schemas.config import NAME, VERSION
 from gradeloom.schemas.errors import InputError
-from gradeloom.schemas.manifest import Content, Manifest
+from gradeloom.schemas.manifest import Content, Manifest, accept_rate
 
 MANIFEST = "manifest.json"
 FORMAT = Content.model_fields["format"].default
@@ -138,7 +138,7 @@ def show(folder: Path) -> dict[str, Any]:
         "released_at": manifest.observed.get("released_at"),
         "rows": table_rows(content),
         "bytes": sum(file.bytes for file in content.files),
-        "accept_rate": accept_rate(content),
+        "accept_rate": accept_rate(content.accounting),
         "models": [model.model_dump() for model in content.models],
         "prompts": content.prompts,
         "accounting": [account.model_dump() for account in content.accounting],
@@ -155,14 +155,6 @@ def table_rows(content: Content) -> dict[str, int]:
             table = file.path.split("/", 1)[0]
             rows[table] = rows.get(table, 0) + file.rows
     return rows
-
-
-def accept_rate(content: Content) -> float | None:
-    """Kept rows as a share of the rows that were decided (unused ones were not)."""
-    if not content.accounting:
-        return None
-    decided = content.accounting[0].rows - sum(account.unused for account in content.accounting)
-    return content.accounting[-1].kept / decided if decided else None
 
 
 def _summary(folder: Path, *, latest: bool) -> Summary:
