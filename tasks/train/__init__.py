@@ -1,0 +1,1 @@
+"""Losses, training data and training of retrievers."""
