@@ -1,9 +1,10 @@
-"""A graded run's configuration, read from YAML and `--set`, with every mistake said in one line.
+"""Configurations, read from YAML and `--set`, with every mistake said in one line.
 
 Paths in a configuration that name input files (`source.path`, `generation.examples`, a prompt's YAML
-file, an engine's `path`, a decontamination set) are relative to the working directory if they exist
-there, else to the configuration's own folder; `samples:NAME` is a file of gradeloom's bundled samples.
-Roots (`run.root`, `release.root`, `cache.root`) are always relative to the working directory.
+file, an engine's `path`, a decontamination set; a collection's `path`, `queries`, `corpus`, `qrels`,
+`exclude`; `twins`) are relative to the working directory if they exist there, else to the
+configuration's own folder; `samples:NAME` is a file of gradeloom's bundled samples. Roots (`run.root`,
+`release.root`, `cache.root`, `root`, `releases`, `out`) are always relative to the working directory.
 """
 
 from __future__ import annotations
@@ -15,17 +16,26 @@ import re
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticUndefined
 
-from gradeloom.schemas.config import GradedConfig
+from gradeloom.schemas.config import GradedConfig, Settings
 from gradeloom.schemas.errors import InputError
 from gradeloom.tasks.engine.models import home
 from gradeloom.tasks.strict_yaml import load_yaml
 
+C = TypeVar("C", bound=Settings)
+
 SETTING = "--set"
+
+_COLLECTION = ("path", "queries", "corpus", "qrels", "exclude", "exclude_queries")
+_INPUTS = (
+    "source.path", "generation.examples", "filters.*.sets.*", "twins",
+    *(f"{place}.{name}" for place in ("data.*", "sets.*", "dev", "collection") for name in _COLLECTION),
+)  # fmt: skip
+"""Settings that name an input file; `*` is any key or index."""
 _SECRET_NAME = re.compile(
     r"(^|[_-])(api[_-]?key|key|secret|password|passwd|token|authorization)$", re.IGNORECASE
 )
@@ -43,32 +53,44 @@ def packaged_configs() -> dict[str, Path]:
 
 
 def load_config(path_or_name: str, sets: Sequence[str] = (), limit: int | None = None) -> GradedConfig:
-    """Read a configuration, change it, check it.
+    """A graded run's configuration, as `read_config` reads it.
 
     Args:
         path_or_name: a YAML file, or the name of a packaged configuration (`graded-demo`).
+        sets: changes `a.b=value`.
+        limit: read only the first N rows of the source (`run.limit`).
+    """
+    limited = [] if limit is None else [f"run.limit={limit}"]
+    return read_config(GradedConfig, path_or_name, [*sets, *limited])
+
+
+def read_config(form: type[C], path_or_name: str | None, sets: Sequence[str] = ()) -> C:
+    """Read a configuration, change it, check it.
+
+    Args:
+        form: what it must be.
+        path_or_name: a YAML file, or the name of a packaged configuration; None to start from nothing.
         sets: changes `a.b=value`; the value is YAML, a number addresses a list's element
             (`filters.1.max_words=60`). A change into a part that the file leaves out starts from
             that part's default.
-        limit: read only the first N rows of the source (`run.limit`).
 
     Raises:
         InputError: no such configuration, bad YAML, an unknown or wrong setting, a missing input
             file, or something that looks like a secret.
     """
-    file = _find(path_or_name)
-    data = _read_yaml(file)
-    changed = [_apply(data, change) for change in sets]
-    if limit is not None:
-        changed.append(_apply(data, f"run.limit={limit}"))
+    file = Path(SETTING) if path_or_name is None else _find(path_or_name)
+    data = {} if path_or_name is None else _read_yaml(file)
+    changed = [_apply(form, data, change) for change in sets]
     _refuse_secrets(data, file)
-    if "GRADELOOM_HOME" in os.environ and isinstance(data.get("cache", {}), dict):
-        data.setdefault("cache", {}).setdefault("root", str(home() / "cache"))
-    _resolve_paths(data, file)
+    if "cache" in form.model_fields and "GRADELOOM_HOME" in os.environ:
+        cache = data.setdefault("cache", {})
+        if isinstance(cache, dict):
+            cache.setdefault("root", str(home() / "cache"))
+    _resolve_paths(form, data, file)
     try:
-        return GradedConfig.model_validate(data)
+        return form.model_validate(data)
     except ValidationError as error:
-        raise _one_line(error, data, file, changed) from None
+        raise _one_line(form, error, data, file, changed) from None
 
 
 # --- reading --------------------------------------------------------------------------------
@@ -94,14 +116,14 @@ def _read_yaml(file: Path) -> dict[str, Any]:
         raise InputError(f"cannot read: {error.strerror}", file=file) from None
     data = load_yaml(text, file=file)
     if not isinstance(data, dict):
-        raise InputError("expected a mapping of settings (source:, engine:, release:, …)", file=file)
+        raise InputError("expected a mapping of settings (key: value)", file=file)
     return data
 
 
 # --- --set ----------------------------------------------------------------------------------
 
 
-def _apply(data: dict[str, Any], change: str) -> str:
+def _apply(form: type[BaseModel], data: dict[str, Any], change: str) -> str:
     """Make one change in place; the dotted path that was changed."""
     path, equals, text = change.partition("=")
     parts = path.strip().split(".")
@@ -109,7 +131,7 @@ def _apply(data: dict[str, Any], change: str) -> str:
         raise InputError(f"expected key.subkey=value, got '{_short(path)}'", file=SETTING)
     value = load_yaml(text, file=SETTING, field=path)
     here: Any = data
-    models: list[type[BaseModel]] = [GradedConfig]
+    models = [form]
     for i, part in enumerate(parts[:-1]):
         models = _narrow(models, here)
         key = _key(here, part, path)
@@ -221,29 +243,39 @@ def _secret(file: Path, path: str) -> InputError:
 # --- paths ----------------------------------------------------------------------------------
 
 
-def _resolve_paths(data: dict[str, Any], file: Path) -> None:
+def _resolve_paths(form: type[BaseModel], data: dict[str, Any], file: Path) -> None:
     """Make the paths of input files absolute, in place."""
-    places: list[tuple[Any, Any, str]] = [(data.get("source"), "path", "source.path")]
-    places.append((data.get("generation"), "examples", "generation.examples"))
-    judge = data.get("judge")
-    engines = [("engine", data.get("engine"))]
-    if isinstance(judge, dict):
-        engines.append(("judge.engine", judge.get("engine")))
-    for name, engine in engines:
-        if isinstance(engine, dict) and engine.get("kind") == "replay":
-            places.append((engine, "path", f"{name}.path"))
-    for section, names in (("generation", ("prompt",)), ("judge", ("prompt", "pairwise_prompt"))):
-        settings = data.get(section)
-        for name in names:
-            if isinstance(settings, dict) and str(settings.get(name)).endswith((".yaml", ".yml")):
-                places.append((settings, name, f"{section}.{name}"))
-    filters = data.get("filters")
-    for i, settings in enumerate(filters if isinstance(filters, list) else []):
-        sets = settings.get("sets") if isinstance(settings, dict) else None
-        places += [(sets, k, f"filters.{i}.sets.{k}") for k in (sets if isinstance(sets, dict) else {})]
-    for holder, key, field in places:
-        if isinstance(holder, dict) and isinstance(holder.get(key), str):
-            holder[key] = str(_resolve(holder[key], file, field))
+    patterns = [*_INPUTS]
+    for name in ("engine", "judge.engine"):
+        if any(isinstance(e, dict) and e.get("kind") == "replay" for e in _values(data, name)):
+            patterns.append(f"{name}.path")
+    for name in ("generation.prompt", "judge.prompt", "judge.pairwise_prompt"):
+        if any(str(prompt).endswith((".yaml", ".yml")) for prompt in _values(data, name)):
+            patterns.append(name)
+    for pattern in patterns:
+        if pattern.partition(".")[0] not in form.model_fields:
+            continue
+        for holder, key, field in _places(data, pattern.split(".")):
+            if isinstance(holder[key], str):
+                holder[key] = str(_resolve(holder[key], file, field))
+
+
+def _values(data: Any, pattern: str) -> list[Any]:
+    return [holder[key] for holder, key, _ in _places(data, pattern.split("."))]
+
+
+def _places(data: Any, pattern: Sequence[str], before: str = "") -> Iterator[tuple[Any, Any, str]]:
+    """Everything in plain data that a pattern fits: what holds it, its key there, its dotted path."""
+    if isinstance(data, dict):
+        keys: list[Any] = [key for key in data if pattern[0] in ("*", key)]
+    else:
+        keys = [i for i in range(len(data)) if pattern[0] in ("*", str(i))] if isinstance(data, list) else []
+    for key in keys:
+        path = f"{before}{key}"
+        if len(pattern) == 1:
+            yield data, key, path
+        else:
+            yield from _places(data[key], pattern[1:], f"{path}.")
 
 
 def _resolve(value: str, file: Path, field: str) -> Path:
@@ -261,13 +293,15 @@ def _resolve(value: str, file: Path, field: str) -> Path:
 # --- errors ---------------------------------------------------------------------------------
 
 
-def _one_line(error: ValidationError, data: Any, file: Path, changed: list[str]) -> InputError:
+def _one_line(
+    form: type[BaseModel], error: ValidationError, data: Any, file: Path, changed: list[str]
+) -> InputError:
     """The first of pydantic's complaints as one line: file, field, what was expected."""
     errors = error.errors(include_url=False)
     # An unknown key is most often the cause of a missing one, so it is said first.
     first = min(errors, key=lambda e: e["type"] != "extra_forbidden")
     path = _path(first["loc"], data)
-    message = _expected(first, path)
+    message = _expected(form, first, path)
     if len(errors) > 1:
         message += f" (and {len(errors) - 1} more)"
     by_hand = bool(path) and any(f"{path}.".startswith(f"{c}.") or c.startswith(f"{path}.") for c in changed)
@@ -293,15 +327,15 @@ def _is_index(part: int | str, data: Any) -> bool:
     return isinstance(data, list) and isinstance(part, int) and part < len(data)
 
 
-def _expected(error: ErrorDetails, path: str) -> str:
+def _expected(form: type[BaseModel], error: ErrorDetails, path: str) -> str:
     kind, given = error["type"], error["input"]
     context = error.get("ctx", {})
     if kind == "extra_forbidden":
-        return "unknown setting" + _did_you_mean(error["loc"], path)
+        return "unknown setting" + _did_you_mean(form, error["loc"], path)
     if kind == "missing":
         return "is missing and has no default"
     if kind == "union_tag_not_found":
-        return "expected `kind`: one of " + _kinds(error["loc"])
+        return "expected `kind`: one of " + _kinds(form, error["loc"])
     if kind == "union_tag_invalid":
         return f"unknown kind '{_short(context.get('tag'))}', expected one of {context.get('expected_tags')}"
     if kind in ("model_type", "model_attributes_type", "dict_type"):
@@ -326,8 +360,8 @@ def _given(value: Any) -> str:
     return _short(json.dumps(value, default=str, ensure_ascii=False))
 
 
-def _models_at(loc: Sequence[int | str]) -> list[type[BaseModel]]:
-    models: list[type[BaseModel]] = [GradedConfig]
+def _models_at(form: type[BaseModel], loc: Sequence[int | str]) -> list[type[BaseModel]]:
+    models = [form]
     for part in loc:
         if isinstance(part, int):
             continue
@@ -336,18 +370,19 @@ def _models_at(loc: Sequence[int | str]) -> list[type[BaseModel]]:
     return models
 
 
-def _kinds(loc: Sequence[int | str]) -> str:
-    return ", ".join(str(m.model_fields["kind"].default) for m in _models_at(loc) if "kind" in m.model_fields)
+def _kinds(form: type[BaseModel], loc: Sequence[int | str]) -> str:
+    models = _models_at(form, loc)
+    return ", ".join(str(m.model_fields["kind"].default) for m in models if "kind" in m.model_fields)
 
 
-def _did_you_mean(loc: Sequence[int | str], path: str) -> str:
+def _did_you_mean(form: type[BaseModel], loc: Sequence[int | str], path: str) -> str:
     name = str(loc[-1])
-    siblings = sorted({field for model in _models_at(loc[:-1]) for field in model.model_fields})
+    siblings = sorted({field for model in _models_at(form, loc[:-1]) for field in model.model_fields})
     parent = path.rpartition(".")[0]
     close = difflib.get_close_matches(name, siblings, n=1, cutoff=0.6)
     if close:
         return f", did you mean `{parent + '.' if parent else ''}{close[0]}`?"
-    elsewhere = [p for p in _every_path(GradedConfig) if p.rpartition(".")[2] == name]
+    elsewhere = [p for p in _every_path(form) if p.rpartition(".")[2] == name]
     if elsewhere:
         return f", did you mean `{elsewhere[0]}`?"
     return f"; known here: {', '.join(siblings)}" if siblings else ""

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from gradeloom.flows.concurrency import InOrder, cancelled, in_parallel
 from gradeloom.flows.estimate import Count, expected_tokens
-from gradeloom.flows.orchestrate import Orchestration
+from gradeloom.flows.orchestrate import Named, Orchestration, facts_artifact
 from gradeloom.flows.pacing import Estimate, Pace
 from gradeloom.flows.progress import Progress
 from gradeloom.flows.recipe import Recipe, graded_recipe, steps
@@ -86,6 +86,36 @@ class GradedResult:
     @property
     def exit_code(self) -> int:
         return RunIncomplete.exit_code if self.stopped else 0
+
+    @property
+    def ended(self) -> str:
+        return f"already released: {self.release}" if self.already else f"released: {self.release}"
+
+    async def report(self, tasks: Orchestration) -> None:
+        """Publish the accounting and how the run ended."""
+        rows = [
+            {
+                "stage": account.stage, "rows": account.rows, "kept": account.kept,
+                "rejected": account.rejected, "failed": account.failed, "unused": account.unused,
+                "reasons": ", ".join(f"{n} {reason}" for reason, n in account.reasons.items()),
+            }
+            for account in self.accounting
+        ]  # fmt: skip
+        if rows:
+            await tasks.table("graded-accounting", rows, "Where every row went, stage by stage.")
+        facts: dict[str, Any] = {"release": self.release, "version": self.version, "digest": self.digest}
+        if self.accept_rate is not None:
+            facts["accept rate"] = f"{self.accept_rate:.1%}"
+        facts |= {name.replace("_", " "): number for name, number in self.usage.items()}
+        if self.stopped is not None:
+            facts["no release, because"] = self.stopped
+        await facts_artifact(tasks, "graded-report", facts, "How the run ended.")
+
+
+def graded_named(config: GradedConfig) -> Named:
+    """What Prefect shows of a graded run, e.g. `graded-demo 0.1.0`."""
+    does = "Queries in, a verified, versioned release of graded passages out."
+    return Named("graded", does, f"{config.release.name} {config.release.version}")
 
 
 async def run_graded(config: GradedConfig, *, progress: Progress, tasks: Orchestration) -> GradedResult:

@@ -9,6 +9,7 @@ cached or resumed there, and an API that stops answering in the middle does not 
 from __future__ import annotations
 
 import asyncio
+import base64
 import logging
 import os
 import re
@@ -17,11 +18,12 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from gradeloom.flows import server
 from gradeloom.flows.progress import Progress, harmless
-from gradeloom.schemas.config import GradedConfig
+from gradeloom.schemas.config import Settings
 from gradeloom.schemas.errors import GradeloomError, InputError
 
 if TYPE_CHECKING:
@@ -29,9 +31,11 @@ if TYPE_CHECKING:
 
     from prefect import State
 
-    from gradeloom.flows.graded import GradedResult
-
 T = TypeVar("T")
+C_contra = TypeVar("C_contra", bound=Settings, contravariant=True)
+R_co = TypeVar("R_co", bound="Result", covariant=True)
+C = TypeVar("C", bound=Settings)
+R = TypeVar("R", bound="Result")
 
 _SECONDS_BETWEEN_UPDATES = 3.0
 
@@ -67,13 +71,29 @@ class Orchestration:
     async def link(self, key: str, url: str, text: str, description: str = "") -> None:
         """A link artifact."""
 
+    async def image(self, key: str, png: Path, description: str = "") -> None:
+        """An image artifact that holds the picture itself: some ten kB of PNG."""
 
-class Composition(Protocol):
+
+class Result(Protocol):
+    """How a composition ended."""
+
+    @property
+    def stopped(self) -> str | None:
+        """Why it did not come to its end, in words; None when it did."""
+
+    @property
+    def ended(self) -> str:
+        """How it ended, in a few words: the message of the flow run's state."""
+
+    async def report(self, tasks: Orchestration) -> None:
+        """Publish the artifacts of a run that has ended."""
+
+
+class Composition(Protocol[C_contra, R_co]):
     """A flow's work, e.g. `run_graded`."""
 
-    async def __call__(
-        self, config: GradedConfig, *, progress: Progress, tasks: Orchestration
-    ) -> GradedResult: ...
+    async def __call__(self, config: C_contra, *, progress: Progress, tasks: Orchestration) -> R_co: ...
 
 
 def plain(text: str) -> str:
@@ -91,14 +111,23 @@ def api_url() -> str | None:
 
 
 @dataclass(frozen=True)
-class Ran:
+class Ran(Generic[R]):
     """A finished run; `flow_run_url` is where Prefect shows it, None without an API."""
 
-    result: GradedResult
+    result: R
     flow_run_url: str | None = None
 
 
-async def run_flow(config: GradedConfig, *, progress: Progress, compose: Composition) -> Ran:
+@dataclass(frozen=True)
+class Named:
+    """What Prefect shows of a flow: its name, what it does in a line, and the name of this run."""
+
+    flow: str
+    does: str
+    run: str
+
+
+async def run_flow(config: C, *, named: Named, progress: Progress, compose: Composition[C, R]) -> Ran[R]:
     """Run a composition: as a Prefect flow run when there is an API, else plainly.
 
     Raises:
@@ -116,7 +145,7 @@ async def run_flow(config: GradedConfig, *, progress: Progress, compose: Composi
     # A server that is gone is asked again for a quarter of a minute, not for two.
     with temporary_settings({"api.url": url, "client.max_retries": 3}):
         await _check_api(url)
-        return await _as_flow_run(config, progress, compose)
+        return await _as_flow_run(config, named, progress, compose)
 
 
 async def _check_api(url: str) -> None:
@@ -137,24 +166,26 @@ async def _check_api(url: str) -> None:
     )
 
 
-async def _as_flow_run(config: GradedConfig, progress: Progress, compose: Composition) -> Ran:
+async def _as_flow_run(config: C, named: Named, progress: Progress, compose: Composition[C, R]) -> Ran[R]:
     import httpx
     from prefect import flow
     from prefect.logging.handlers import APILogHandler
 
-    outcome = Outcome()
+    outcome: Outcome[R] = Outcome()
     for name in ("prefect.flow_runs", "prefect.task_runs", "prefect.engine"):
         # What they say of the run goes to the API; on stderr the command speaks for itself.
         logging.getLogger(name).propagate = False
     logging.getLogger("EventsWorker").setLevel(logging.ERROR)  # else it counts down what it still has to send
 
-    async def graded(config: GradedConfig) -> State[None]:
-        """Queries in, a verified, versioned release of graded passages out."""
+    async def work(config: Any) -> State[None]:
         with _cancelled_by_sigterm():  # here, for Prefect has just put its own handler in place
             await inside_flow_run(config, progress, compose, outcome)
         return outcome.state()
 
-    run = flow(name="graded", flow_run_name=flow_run_name(config), persist_result=False, retries=0)(graded)
+    work.__annotations__["config"] = type(config)  # Prefect validates and records it as what it is
+    run = flow(
+        name=named.flow, description=named.does, flow_run_name=named.run, persist_result=False, retries=0
+    )(work)
     try:
         await run(config, return_state=True)
         await APILogHandler.aflush()
@@ -169,11 +200,6 @@ async def _as_flow_run(config: GradedConfig, progress: Progress, compose: Compos
         raise outcome.error
     assert outcome.result is not None
     return Ran(outcome.result, outcome.flow_run_url)
-
-
-def flow_run_name(config: GradedConfig) -> str:
-    """`graded-demo 0.1.0`."""
-    return f"{config.release.name} {config.release.version}"
 
 
 @contextmanager
@@ -199,10 +225,10 @@ def _cancelled_by_sigterm() -> Iterator[None]:
 
 
 @dataclass
-class Outcome:
+class Outcome(Generic[R]):
     """How a composition ended, beside what Prefect makes of it."""
 
-    result: GradedResult | None = None
+    result: R | None = None
     error: Exception | None = None
     flow_run_url: str | None = None
 
@@ -215,13 +241,11 @@ class Outcome:
         assert self.result is not None
         if self.result.stopped is not None:
             return Failed(message=self.result.stopped)
-        if self.result.already:
-            return Completed(message=f"already released: {self.result.release}")
-        return Completed(message=f"released: {self.result.release}")
+        return Completed(message=self.result.ended)
 
 
 async def inside_flow_run(
-    config: GradedConfig, progress: Progress, compose: Composition, outcome: Outcome
+    config: C, progress: Progress, compose: Composition[C, R], outcome: Outcome[R]
 ) -> None:
     """Run a composition within the flow run that is under way, and publish its progress and accounting.
 
@@ -242,7 +266,7 @@ async def inside_flow_run(
     try:
         async with _published(progress, tasks):
             outcome.result = await compose(config, progress=progress, tasks=tasks)
-        await _report(outcome.result, tasks)
+        await outcome.result.report(tasks)
     except GradeloomError as error:
         outcome.error = error
         logger.error("%s", harmless(str(error)))
@@ -279,26 +303,11 @@ async def _published(progress: Progress, tasks: Orchestration) -> AsyncIterator[
     await publish()
 
 
-async def _report(result: GradedResult, tasks: Orchestration) -> None:
-    rows = [
-        {
-            "stage": account.stage, "rows": account.rows, "kept": account.kept, "rejected": account.rejected,
-            "failed": account.failed, "unused": account.unused,
-            "reasons": ", ".join(f"{n} {reason}" for reason, n in account.reasons.items()),
-        }
-        for account in result.accounting
-    ]  # fmt: skip
-    if rows:
-        await tasks.table("graded-accounting", rows, "Where every row went, stage by stage.")
-    facts: dict[str, Any] = {"release": result.release, "version": result.version, "digest": result.digest}
-    if result.accept_rate is not None:
-        facts["accept rate"] = f"{result.accept_rate:.1%}"
-    facts |= {name.replace("_", " "): number for name, number in result.usage.items()}
-    if result.stopped is not None:
-        facts["no release, because"] = result.stopped
+async def facts_artifact(tasks: Orchestration, key: str, facts: dict[str, Any], description: str) -> None:
+    """A markdown artifact of two columns; facts that are None are left out."""
     lines = ["| | |", "|---|---|"]
     lines += [f"| {plain(name)} | {plain(str(fact))} |" for name, fact in facts.items() if fact is not None]
-    await tasks.markdown("graded-report", "\n".join(lines), "How the run ended.")
+    await tasks.markdown(key, "\n".join(lines), description)
 
 
 class PrefectOrchestration(Orchestration):
@@ -380,6 +389,12 @@ class PrefectOrchestration(Orchestration):
         from prefect.artifacts import acreate_link_artifact
 
         await self._publish(lambda: acreate_link_artifact(url, plain(text), key, plain(description)))
+
+    async def image(self, key: str, png: Path, description: str = "") -> None:
+        from prefect.artifacts import acreate_image_artifact
+
+        url = "data:image/png;base64," + base64.b64encode(png.read_bytes()).decode()
+        await self._publish(lambda: acreate_image_artifact(url, key, plain(description)))
 
     async def _publish(self, artifact: Callable[[], Awaitable[UUID]]) -> UUID | None:
         import httpx

@@ -18,7 +18,7 @@ import psutil
 
 from gradeloom.flows import orchestrate, server
 from gradeloom.flows.configure import load_config
-from gradeloom.flows.graded import GradedResult
+from gradeloom.flows.graded import GradedResult, graded_named
 from gradeloom.flows.progress import Progress
 from gradeloom.schemas.config import GradedConfig
 from gradeloom.schemas.errors import InputError
@@ -27,7 +27,7 @@ from gradeloom.schemas.manifest import StageAccount
 HOSTILE = "<script>alert(1)</script> [x](http://evil.example) \x1b[31m`*_"
 
 
-def composition(mode: str) -> orchestrate.Composition:
+def composition(mode: str) -> orchestrate.Composition[GradedConfig, GradedResult]:
     async def compose(
         config: GradedConfig, *, progress: Progress, tasks: orchestrate.Orchestration
     ) -> GradedResult:
@@ -70,7 +70,10 @@ def main(config_file: str, *modes: str) -> None:
         said: dict[str, Any] = {"mode": mode}
         with Progress(bars=False) as progress:
             try:
-                ran = asyncio.run(orchestrate.run_flow(config, progress=progress, compose=composition(mode)))
+                run = orchestrate.run_flow(
+                    config, named=graded_named(config), progress=progress, compose=composition(mode)
+                )
+                ran = asyncio.run(run)
                 said |= {"exit_code": ran.result.exit_code, "url": ran.flow_run_url}
             except (InputError, ZeroDivisionError) as error:
                 said |= {"raised": f"{type(error).__name__}: {error}"}

@@ -18,7 +18,7 @@ import pytest
 
 from gradeloom.flows import server
 from gradeloom.flows.configure import load_config
-from gradeloom.flows.orchestrate import Orchestration, api_url, plain, run_flow
+from gradeloom.flows.orchestrate import Named, Orchestration, api_url, plain, run_flow
 from gradeloom.flows.progress import Progress
 from gradeloom.schemas.errors import InputError
 
@@ -93,6 +93,8 @@ class Recorded:
 
 RUN = "little 2.3.4"
 """Other tests use the server of the session, too, and under other names."""
+
+NAMED = Named("graded", "", RUN)
 
 MODES = ("well", "stopped", "wrong", "defect")
 
@@ -255,7 +257,7 @@ def test_an_api_that_does_not_answer_is_said(
 
     config = load_config(str(config_file))
     with pytest.raises(InputError) as caught:
-        asyncio.run(run_flow(config, progress=Progress(quiet=True), compose=never))  # type: ignore[arg-type]
+        asyncio.run(run_flow(config, named=NAMED, progress=Progress(quiet=True), compose=never))
     assert str(caught.value).startswith(f"no Prefect API answers at http://127.0.0.1:{free_port}/api (")
 
 
@@ -286,7 +288,7 @@ def test_a_web_page_is_no_prefect_api(
 
         config = load_config(str(config_file))
         with pytest.raises(InputError, match=f"no Prefect API answers at {url}"):
-            asyncio.run(run_flow(config, progress=Progress(quiet=True), compose=never))  # type: ignore[arg-type]
+            asyncio.run(run_flow(config, named=NAMED, progress=Progress(quiet=True), compose=never))
         assert not server.answers(url)
         page.shutdown()
 
