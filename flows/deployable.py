@@ -9,8 +9,8 @@ from typing import Any
 
 from prefect import State, flow
 
-from gradeloom.flows.graded import run_graded
-from gradeloom.flows.orchestrate import Outcome, flow_run_name, inside_flow_run
+from gradeloom.flows.graded import GradedResult, graded_named, run_graded
+from gradeloom.flows.orchestrate import Outcome, inside_flow_run
 from gradeloom.flows.progress import Progress
 from gradeloom.schemas.config import GradedConfig
 
@@ -19,7 +19,7 @@ def _run_name() -> str:
     from prefect.runtime import flow_run
 
     config: Any = flow_run.parameters["config"]
-    return flow_run_name(GradedConfig.model_validate(config))
+    return graded_named(GradedConfig.model_validate(config)).run
 
 
 @flow(name="graded", flow_run_name=_run_name, persist_result=False, retries=0)
@@ -29,6 +29,6 @@ async def graded(config: GradedConfig) -> State[None]:
     Args:
         config: the run's settings; roots and other paths are the worker's.
     """
-    outcome = Outcome()
+    outcome: Outcome[GradedResult] = Outcome()
     await inside_flow_run(config, Progress(bars=False), run_graded, outcome)
     return outcome.state()
