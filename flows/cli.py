@@ -13,15 +13,16 @@ import errno
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
+from gradeloom.flows.options import config_options, json_option, quiet_option, say, wait_for
+from gradeloom.flows.retriever_cli import retriever
 from gradeloom.schemas.errors import GradeloomError, InputError
 
-T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 INTERRUPTED = 130
@@ -51,41 +52,19 @@ def run(arguments: list[str]) -> int:
         error.show()
         return error.exit_code
     except GradeloomError as error:
-        _say(f"gradeloom: error: {error}")
+        say(f"gradeloom: error: {error}")
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
-        _say("gradeloom: interrupted; run the same command again to go on")
+        say("gradeloom: interrupted; run the same command again to go on")
         return INTERRUPTED
     except Exception as error:
         if isinstance(error, OSError) and error.filename and error.errno in _PLACE_ERRORS:
-            _say(f"gradeloom: error: {str(error.filename)[:200]}: {error.strerror}")
+            say(f"gradeloom: error: {str(error.filename)[:200]}: {error.strerror}")
             return InputError.exit_code
-        _say(traceback.format_exc().rstrip())
-        _say("gradeloom: this is a defect of gradeloom, please report it with the lines above")
+        say(traceback.format_exc().rstrip())
+        say("gradeloom: this is a defect of gradeloom, please report it with the lines above")
         return DEFECT
     return code if isinstance(code, int) else 0
-
-
-def _say(text: str) -> None:
-    from gradeloom.flows.progress import harmless
-
-    click.echo(harmless(text), err=True)
-
-
-def _await(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine; cancelled from outside (SIGTERM) is interrupted."""
-    import asyncio
-
-    try:
-        return asyncio.run(work)
-    except asyncio.CancelledError:
-        raise KeyboardInterrupt from None
-
-
-def _json_option(command: F) -> F:
-    return click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")(
-        command
-    )
 
 
 def _root_option(default: str) -> Callable[[F], F]:
@@ -106,34 +85,22 @@ def graded() -> None:
     """Graded-relevance lists: queries in, a release of graded passages out."""
 
 
-def _config_options(command: F) -> F:
-    for option in (
-        click.option("--set", "sets", multiple=True, metavar="KEY=VALUE",
-                     help="Change a setting: --set run.shard_rows=100, --set filters.1.max_words=60. "
-                          "VALUE is YAML. May be given again."),
-        click.option("--config", "config_name", required=True, metavar="FILE|NAME",
-                     help="A YAML file, or a configuration that comes with gradeloom (graded-demo)."),
-    ):  # fmt: skip
-        command = option(command)
-    return command
-
-
 @graded.command("run")
-@_config_options
+@config_options
 @click.option("--limit", type=click.IntRange(min=1), help="Read only the first N queries.")
-@click.option("--quiet", is_flag=True, help="No progress on stderr.")
-@_json_option
+@quiet_option
+@json_option
 def graded_run(config_name: str, sets: tuple[str, ...], limit: int | None, quiet: bool, as_json: bool) -> int:
     """Make a release. Started again after anything, it goes on where it was."""
     from gradeloom.flows import show
     from gradeloom.flows.configure import load_config
-    from gradeloom.flows.graded import run_graded
+    from gradeloom.flows.graded import graded_named, run_graded
     from gradeloom.flows.orchestrate import run_flow
     from gradeloom.flows.progress import Progress
 
     config = load_config(config_name, sets, limit)
     with Progress(quiet=quiet) as progress:
-        ran = _await(run_flow(config, progress=progress, compose=run_graded))
+        ran = wait_for(run_flow(config, named=graded_named(config), progress=progress, compose=run_graded))
     if as_json:
         facts = show.fields(ran.result) | {
             "exit_code": ran.result.exit_code,
@@ -143,15 +110,15 @@ def graded_run(config_name: str, sets: tuple[str, ...], limit: int | None, quiet
     else:
         show.graded_result(ran.result, config.release.name, config.release.root, ran.flow_run_url)
     if ran.result.stopped is not None:
-        _say(f"gradeloom: no release: {ran.result.stopped}")
+        say(f"gradeloom: no release: {ran.result.stopped}")
     return ran.result.exit_code
 
 
 @graded.command("preview")
-@_config_options
+@config_options
 @click.option("--limit", type=click.IntRange(min=1), default=3, show_default=True, help="Queries to try.")
-@click.option("--quiet", is_flag=True, help="No progress on stderr.")
-@_json_option
+@quiet_option
+@json_option
 def graded_preview(config_name: str, sets: tuple[str, ...], limit: int, quiet: bool, as_json: bool) -> None:
     """Try a few queries and show prompts, completions, verdicts and what the whole run would take."""
     from gradeloom.flows import show
@@ -161,11 +128,14 @@ def graded_preview(config_name: str, sets: tuple[str, ...], limit: int, quiet: b
 
     config = load_config(config_name, sets)
     with Progress(quiet=quiet) as progress:
-        shown = _await(preview_graded(config, limit=limit, progress=progress))
+        shown = wait_for(preview_graded(config, limit=limit, progress=progress))
     if as_json:
         click.echo(show.as_json(shown.as_json()))
     else:
         show.preview(shown)
+
+
+cli.add_command(retriever)
 
 
 # --- release --------------------------------------------------------------------------------
@@ -178,7 +148,7 @@ def release() -> None:
 
 @release.command("list")
 @_root_option("releases")
-@_json_option
+@json_option
 def release_list(root: str, as_json: bool) -> None:
     """Every release."""
     from gradeloom.flows import show
@@ -194,7 +164,7 @@ def release_list(root: str, as_json: bool) -> None:
 @release.command("show")
 @click.argument("which")
 @_root_option("releases")
-@_json_option
+@json_option
 def release_show(which: str, root: str, as_json: bool) -> None:
     """What one release is."""
     from gradeloom.flows import show
@@ -210,7 +180,7 @@ def release_show(which: str, root: str, as_json: bool) -> None:
 @release.command("verify")
 @click.argument("which")
 @_root_option("releases")
-@_json_option
+@json_option
 def release_verify(which: str, root: str, as_json: bool) -> None:
     """Check hashes, schemas, keys, references and accounting; exit 2 at the first thing that is wrong."""
     from gradeloom.flows import show
@@ -234,7 +204,7 @@ def release_verify(which: str, root: str, as_json: bool) -> None:
 @click.option("--to", "target", type=click.Path(path_type=Path), required=True, help="Folder to make.")
 @click.option("--split", default="test", show_default=True, help="Name of the qrels: train, dev or test.")
 @_root_option("releases")
-@_json_option
+@json_option
 def release_export(which: str, form: str, target: Path, split: str, root: str, as_json: bool) -> None:
     """Write a release in the form that another tool reads."""
     from gradeloom.flows import show
@@ -259,7 +229,7 @@ def runs() -> None:
 
 @runs.command("list")
 @_root_option("runs")
-@_json_option
+@json_option
 def runs_list(root: str, as_json: bool) -> None:
     """Every run directory."""
     from gradeloom.flows import show
@@ -280,7 +250,7 @@ def runs_list(root: str, as_json: bool) -> None:
 @click.option("--stale", is_flag=True, help="Only shards of settings that the run no longer has.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @_root_option("runs")
-@_json_option
+@json_option
 def runs_prune(
     names: tuple[str, ...], older_than: float | None, stale: bool, yes: bool, root: str, as_json: bool
 ) -> None:
@@ -323,7 +293,7 @@ def _cache_root(command: F) -> F:
 
 @cache.command("stats")
 @_cache_root
-@_json_option
+@json_option
 def cache_stats(root: str | None, as_json: bool) -> None:
     """How much it holds."""
     from gradeloom.flows import show
@@ -344,7 +314,7 @@ def cache_stats(root: str | None, as_json: bool) -> None:
 @cache.command("prune")
 @click.option("--older-than", type=click.FloatRange(min=0), metavar="DAYS", required=True)
 @_cache_root
-@_json_option
+@json_option
 def cache_prune(older_than: float, root: str | None, as_json: bool) -> None:
     """Forget completions that were stored more than DAYS ago."""
     from gradeloom.flows import show
@@ -369,7 +339,7 @@ def cache_prune(older_than: float, root: str | None, as_json: bool) -> None:
 @click.option("--port", type=click.IntRange(1, 65535), default=4200, show_default=True)
 @click.option("--background", is_flag=True, help="Start it, wait until it answers, return.")
 @click.option("--stop", "stopping", is_flag=True, help="Stop the one that runs.")
-@_json_option
+@json_option
 def ui(port: int, background: bool, stopping: bool, as_json: bool) -> None:
     """The local Prefect server: runs that start while it is there are recorded in it."""
     from gradeloom.flows import server, show
@@ -390,7 +360,7 @@ def ui(port: int, background: bool, stopping: bool, as_json: bool) -> None:
     if running is not None:
         answer("already running", running)
         return
-    _say("starting the Prefect server …")
+    say("starting the Prefect server …")
     running = server.start(port)
     if background:
         answer("started", running)
@@ -400,13 +370,13 @@ def ui(port: int, background: bool, stopping: bool, as_json: bool) -> None:
         server.wait(running)
         raise GradeloomError(f"the Prefect server ended by itself; see {server.log_file()}")
     except KeyboardInterrupt:
-        _say("stopped")
+        say("stopped")
     finally:
         server.stop(running)
 
 
 @cli.command()
-@_json_option
+@json_option
 def doctor(as_json: bool) -> int:
     """What is there (CPU/GPU, engine, model, Prefect, disk), and what to do about what is not."""
     from gradeloom.flows import show

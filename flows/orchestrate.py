@@ -284,8 +284,8 @@ async def _published(progress: Progress, tasks: Orchestration) -> AsyncIterator[
     async def publish() -> None:
         for stage in progress.snapshot():
             if stage.total:
-                words = f"{stage.name}: {stage.done:,} of {stage.total:,} rows {stage.figures}"
-                key = f"progress-{stage.name.replace('_', '-')}"
+                words = f"{stage.name}: {stage.done:,} of {stage.total:,} {stage.unit} {stage.figures}"
+                key = f"progress-{re.sub('[^a-z0-9]+', '-', stage.name)}"
                 await tasks.progress(key, min(1.0, stage.done / stage.total), words)
 
     async def publish_again_and_again() -> None:

@@ -31,6 +31,7 @@ def harmless(text: str) -> str:
 class _Stage:
     total: int | None
     started: float
+    unit: str = "rows"
     done: int = 0
     numbers: dict[str, float] = field(default_factory=dict)
     last_line: float = 0.0
@@ -59,6 +60,7 @@ class Snapshot:
     done: int
     total: int | None
     figures: str
+    unit: str = "rows"
 
 
 class Progress:
@@ -98,12 +100,12 @@ class Progress:
     ) -> None:
         self.close()
 
-    def stage(self, name: str, total: int | None = None) -> None:
-        """A stage begins (or its total, in rows, becomes known)."""
+    def stage(self, name: str, total: int | None = None, *, unit: str = "rows") -> None:
+        """A stage begins (or its total, in `unit`, becomes known)."""
         if name in self._stages:
             self._stages[name].total = total
         else:
-            self._stages[name] = _Stage(total, self._clock())
+            self._stages[name] = _Stage(total, self._clock(), unit)
         self._show(name, force=True)
 
     def advance(self, name: str, n: int = 1, **numbers: float) -> None:
@@ -136,7 +138,7 @@ class Progress:
     def snapshot(self) -> list[Snapshot]:
         """How far every stage is, in the order they began."""
         now = self._clock()
-        return [Snapshot(name, s.done, s.total, s.figures(now)) for name, s in self._stages.items()]
+        return [Snapshot(name, s.done, s.total, s.figures(now), s.unit) for name, s in self._stages.items()]
 
     def close(self) -> None:
         """End the bars; write the last line of every stage that has moved since its last one."""
@@ -159,7 +161,7 @@ class Progress:
             return
         stage.last_line, stage.last_done = now, stage.done
         of = f"/{stage.total:,}" if stage.total is not None else ""
-        line = f"{name}: {stage.done:,}{of} rows"
+        line = f"{name}: {stage.done:,}{of} {stage.unit}"
         figures = stage.figures(now)
         if figures:
             line += f", {figures}"
