@@ -10,7 +10,7 @@ import click
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
-_SETS = "Change a setting: --set {example}. VALUE is YAML. May be given again."
+_SETS = "Change a setting: {example}. VALUE is YAML. May be given again."
 _GRADED = "--set run.shard_rows=100, --set filters.1.max_words=60"
 
 
