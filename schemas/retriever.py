@@ -40,8 +40,8 @@ class EncoderConfig(Settings):
     revision: str | None = Field(None, description="Hub revision of the model.")
     query_tokens: int = Field(64, ge=4, description="Queries are cut after so many tokens.")
     passage_tokens: int = Field(256, ge=4, description="Passages are cut after so many tokens.")
-    query_prompt: str = Field("", description="Text put before every query, e.g. `query: `.")
-    passage_prompt: str = Field("", description="Text put before every passage, e.g. `passage: `.")
+    query_prompt: str = Field("", description="Put before every query (`query: `); default: the model's own.")
+    passage_prompt: str = Field("", description="Put before every passage; default: the model's own.")
     trust_remote_code: bool = False
     device: str | None = operational(None, description="cpu, cuda, cuda:1, mps; default: the best there is.")
     batch_size: int = operational(32, ge=1, description="Texts encoded at once when searching.")
