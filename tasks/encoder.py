@@ -41,8 +41,7 @@ MODEL_FILES = frozenset(
 )  # fmt: skip
 SIGNS = ("modules.json", "config.json", "adapter_config.json")  # one of them is in every model's folder
 WEIGHTS = frozenset({".safetensors", ".bin", ".model", ".py"})
-NO_SIGNS = ("modules.json", "config.json", "adapter_config.json")  # one of them is in every model's folder
-WEIGHTS = frozenset({"training_args.bin", "optimizer.bin", "scheduler.bin"})
+NO_WEIGHTS = frozenset({"training_args.bin", "optimizer.bin", "scheduler.bin"})
 
 # What damaged, foreign or missing files have been seen to raise in the libraries below.
 BAD_MODEL = (OSError, ValueError, RuntimeError, ImportError, LookupError, TypeError, AttributeError)
