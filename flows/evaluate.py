@@ -156,9 +156,7 @@ class Cells:
             self._shards += 1
         return Row(one.name, ranker.name, _read(path), path.with_suffix(".trec"))
 
-    def _key(
-        self, one: EvaluationSet, collection: Collection, exclude: Qrels | None, ranker: Ranker
-    ) -> str:
+    def _key(self, one: EvaluationSet, collection: Collection, exclude: Qrels | None, ranker: Ranker) -> str:
         settings = {key: value for key, value in content_view(one).items() if key not in _PLACES}
         seen = [
             VERSION, ranker.identity, collection.identity, settings, exclude, self.measures.measures,
@@ -175,14 +173,18 @@ class Cells:
 
         run = ranker.rank(collection, self.measures.depth, one.pool, exclude, report)
         values = measure(
-            run, collection.qrels, self.measures.measures, binary_at=one.binary_at, gain_offset=one.gain_offset
+            run,
+            collection.qrels,
+            self.measures.measures,
+            binary_at=one.binary_at,
+            gain_offset=one.gain_offset,
         )
         path.parent.mkdir(parents=True, exist_ok=True)
         write_run(path.with_suffix(".trec"), run, ranker.name)
         write_whole(path, lambda temporary: _dump(temporary, values))
 
 
-def read_set(one: EvaluationSet, releases: str) -> Collection:
+def read_set(one: EvaluationSet, releases: str, place: str = "sets") -> Collection:
     """A test collection that has something to measure.
 
     Raises:
@@ -192,7 +194,7 @@ def read_set(one: EvaluationSet, releases: str) -> Collection:
 
     collection = read_collection(one, releases=releases, name=one.name)
     if not any(collection.qrels.get(query_id) for query_id in collection.queries):
-        raise InputError("no query of this set has a judgement", field=f"sets.{one.name}")
+        raise InputError("no query of this set has a judgement", field=f"{place}.{one.name}")
     return collection
 
 
@@ -268,7 +270,9 @@ async def report_evaluation(tasks: Orchestration, evaluation: Evaluation, folder
         if rows:
             await tasks.table(key, rows, table.note)
     await tasks.image("retriever-plot", folder / "plot.png", "Per set, with intervals.")
-    await tasks.link("retriever-evaluation", folder.resolve().as_uri(), str(folder), "Runs, values per query.")
+    await tasks.link(
+        "retriever-evaluation", folder.resolve().as_uri(), str(folder), "Runs, values per query."
+    )
 
 
 def evaluate_named(config: EvaluateConfig) -> Named:
@@ -303,9 +307,7 @@ def _named_encoder(name: str, model: str) -> NamedEncoder:
         raise InputError(f"'{name}': {message}", field="--retriever") from None
 
 
-async def run_evaluate(
-    config: EvaluateConfig, *, progress: Progress, tasks: Orchestration
-) -> EvaluateResult:
+async def run_evaluate(config: EvaluateConfig, *, progress: Progress, tasks: Orchestration) -> EvaluateResult:
     """Evaluate every retriever on every set; the folder `<root>/<name>` is replaced when all is done.
 
     Raises:
@@ -318,6 +320,8 @@ async def run_evaluate(
     if not config.retrievers and not config.measures.bm25:
         raise InputError("nothing to evaluate: name a retriever, or set measures.bm25", field="retrievers")
     root = Path(config.root)
+    names = [one.name for one in config.retrievers] + [BM25] * config.measures.bm25
+    check_measures(config.measures, names)
     with RunDirectory(root / ".work" / config.name).locked() as work:
         rankers = [encoder_ranker(one.name, one) for one in config.retrievers]
         if config.measures.bm25:
@@ -327,7 +331,7 @@ async def run_evaluate(
         found = await Thread().run(
             lambda: evaluation(
                 rows, baseline=config.measures.baseline, permutations=config.measures.permutations,
-                seed=config.measures.seed, about=_about(config.sets, rankers),
+                seed=config.measures.seed, about=about(config.sets, rankers),
             )
         )  # fmt: skip
         folder = root / config.name
@@ -335,7 +339,23 @@ async def run_evaluate(
     return EvaluateResult(folder, found, round(time.time() - started, 3))
 
 
-def _about(sets: Sequence[EvaluationSet], rankers: Sequence[Ranker]) -> dict[str, Any]:
+def check_measures(measures: MeasuresConfig, rows: Sequence[str]) -> None:
+    """Find out before anything long that a measure is unknown, or that the baseline is none of the rows.
+
+    Raises:
+        InputError: so it is.
+    """
+    from gradeloom.tasks.evaluate.measures import measure
+
+    if measures.baseline is not None and measures.baseline not in rows:
+        raise InputError(
+            f"there is no row '{measures.baseline}'; expected one of: {', '.join(rows)}",
+            field="measures.baseline",
+        )
+    measure({}, {}, measures.measures)
+
+
+def about(sets: Sequence[EvaluationSet], rankers: Sequence[Ranker]) -> dict[str, Any]:
     """What was evaluated, for results.json."""
     return {
         "retrievers": {ranker.name: ranker.identity for ranker in rankers},

@@ -132,6 +132,7 @@ async def _judged(
     from gradeloom.tasks.engine.models import home
     from gradeloom.tasks.engine.store import Ledger, RequestCache
     from gradeloom.tasks.label.judge import Judge
+    from gradeloom.tasks.prompts import Prompt
 
     assert settings.engine is not None
     out = Path(config.out)
@@ -145,9 +146,9 @@ async def _judged(
             settings.engine, folder=run.path / "judge", ledger=ledger, cache=cache, say=progress.say
         )
         stack.push_async_callback(engine.stop)
-        prompt = Judge.create(settings, TREC_LEVELS, seed=config.seed, fingerprint="").prompt.digest
-        view = {key: value for key, value in content_view(settings).items() if key not in ("engine", "prompt")}
-        print_ = digest(prompt, engine.identity, orjson.dumps([view, config.seed], option=orjson.OPT_SORT_KEYS))
+        prompt = Prompt.load(settings.prompt).digest
+        view = content_view(settings) | {"engine": engine.identity, "prompt": prompt, "seed": config.seed}
+        print_ = digest(orjson.dumps(view, option=orjson.OPT_SORT_KEYS))
         judge = Judge.create(settings, TREC_LEVELS, seed=config.seed, fingerprint=print_)
         engine.check_labels(judge.labels)
         progress.stage("judge", len(picks), unit="passages")
@@ -155,7 +156,9 @@ async def _judged(
             shard = picks[start : start + _SHARD]
             rows = [_row(start + i, pick, collection) for i, pick in enumerate(shard)]
             readings = await tasks.shard(
-                "judge", start // _SHARD, lambda rows=rows: _read(judge, engine, rows, progress)  # type: ignore[misc]
+                "judge",
+                start // _SHARD,
+                lambda rows=rows: _read(judge, engine, rows, progress),  # type: ignore[misc]
             )
             for pick, reading in zip(shard, readings, strict=True):
                 reason = _left_out(reading, config.positive_grade)

@@ -112,7 +112,7 @@ def mine(config_name: str, sets: tuple[str, ...], quiet: bool, as_json: bool) ->
 def probe(
     config_name: str, sets: tuple[str, ...], which: str, parent: str | None, quiet: bool, as_json: bool
 ) -> int:
-    """Would more queries help? Small trainings on a release and on its parent, at a quarter, half, full size."""
+    """Would more queries help? Small trainings on a quarter, half, all of a release, and on its parent."""
     from gradeloom.flows import show, show_retriever
     from gradeloom.flows.configure import read_config
     from gradeloom.flows.orchestrate import run_flow

@@ -1,0 +1,46 @@
+"""One of several training processes: `python -m torch.distributed.run … -m gradeloom.flows.rank JOB FOLDER`.
+
+Started by `gradeloom retriever train --processes N`; JOB is the configuration as JSON.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+from gradeloom.flows.options import say
+from gradeloom.flows.progress import Progress
+from gradeloom.flows.retriever import read_material, train_here
+from gradeloom.schemas.errors import GradeloomError
+from gradeloom.schemas.retriever import RetrieverConfig
+from gradeloom.tasks.encoder import load_encoder
+from gradeloom.tasks.run import RunDirectory
+
+
+def main(job: str, folder: str) -> int:
+    """Train as one of the processes; the first one speaks and holds the folder."""
+    first = os.environ.get("RANK", "0") == "0"
+    config = RetrieverConfig.model_validate_json(Path(job).read_bytes())
+    try:
+        with Progress(bars=False, quiet=not first) as progress:
+            done = 0
+
+            def report(now: int, total: int) -> None:
+                nonlocal done
+                progress.stage("train", total, unit="steps")
+                progress.advance("train", now - done)
+                done = now
+
+            with RunDirectory(Path(folder)).locked() if first else nullcontext():
+                train_here(config, read_material(config), Path(folder), load_encoder(config.encoder), report)
+    except GradeloomError as error:
+        if first:
+            say(f"gradeloom: error: {error}")
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
