@@ -1,0 +1,75 @@
+"""Search and measures together, on the real collections: values that must not change unnoticed.
+
+These collections hold judged passages only (CSFCube: re-ranked), so the values are not comparable with
+published ones of whole corpora.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradeloom.schemas.retriever import CollectionConfig, EncoderConfig
+from gradeloom.tasks.collection import Collection, read_collection
+from gradeloom.tasks.encoder import load_encoder
+from gradeloom.tasks.evaluate.bm25 import bm25_run
+from gradeloom.tasks.evaluate.measures import measure
+from gradeloom.tasks.evaluate.search import dense_run
+
+SETS: dict[str, tuple[str, str, str, str]] = {
+    "DL19": ("trec_dl2019_passage_text", "queries.jsonl", "passages.jsonl.gz", "qrels.txt"),
+    "DL20": ("trec_dl2020_passage_text", "queries.jsonl", "passages.jsonl.gz", "qrels.txt"),
+    "LLMJudge dev": ("llmjudge2024_dev_text", "queries.jsonl", "passages.jsonl.gz", "qrels.txt"),
+    "Chorus": ("chorus_ecommerce_graded", "queries.jsonl", "products.jsonl.gz", "qrels_0to3.txt"),
+    "MedQuAD": ("medquad_liveqa_graded", "queries.jsonl", "passages_all.jsonl.gz", "qrels_all_1to4.txt"),
+    "Cranfield": ("cranfield", "queries.jsonl", "corpus.jsonl.gz", "qrels.graded_1to4_best4.txt"),
+    "CSFCube": ("csfcube_cc-by-nc", "queries.jsonl", "docs.jsonl.gz", "qrels_0to3.txt"),
+    "SciFact": ("scifact", "queries.test.jsonl", "corpus.jsonl.gz", "qrels.test.txt"),
+}
+GAINS = {"MedQuAD": {"gain_offset": 1}}
+
+
+def collection(realdata: Path, name: str) -> Collection:
+    folder, queries, corpus, qrels = SETS[name]
+    place = realdata / folder
+    return read_collection(
+        CollectionConfig(queries=str(place / queries), corpus=str(place / corpus), qrels=str(place / qrels))
+    )
+
+
+def ndcg(run: Any, judged: Collection, name: str) -> float:
+    values = measure(run, judged.qrels, ["nDCG@10"], **GAINS.get(name, {}))["nDCG@10"]
+    return sum(values.values()) / len(values)
+
+
+@pytest.mark.realdata
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("DL19", 0.433),
+        ("DL20", 0.471),
+        ("Chorus", 0.593),
+        ("MedQuAD", 0.537),
+        ("Cranfield", 0.332),  # the questions' source papers left in
+        ("SciFact", 0.657),
+    ],
+)
+def test_bm25_has_its_known_values(realdata: Path, name: str, expected: float) -> None:
+    judged = collection(realdata, name)
+    assert ndcg(bm25_run(judged, k=1000), judged, name) == pytest.approx(expected, abs=0.005)
+
+
+MINILM = {"DL19": 0.691}
+"""nDCG@10 of the bundled all-MiniLM-L6-v2 at 64 query and 128 passage tokens."""
+
+
+@pytest.mark.realdata
+@pytest.mark.long
+@pytest.mark.parametrize("name", MINILM)
+def test_all_minilm_has_its_known_values(realdata: Path, name: str) -> None:
+    judged = collection(realdata, name)
+    encoder = load_encoder(EncoderConfig(query_tokens=64, passage_tokens=128))
+    run = dense_run(encoder, judged, k=1000, pool=name == "CSFCube")
+    assert ndcg(run, judged, name) == pytest.approx(MINILM[name], abs=0.005)
