@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -19,6 +21,20 @@ def say(text: str) -> None:
     from gradeloom.flows.progress import harmless
 
     click.echo(harmless(text), err=True)
+
+
+def hush_libraries() -> None:
+    """Have Hugging Face's libraries draw no bars of their own: progress is the command's to show."""
+    for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
+        os.environ.setdefault(name, "1")  # for those that are yet to be imported
+    if "transformers" in sys.modules:
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
+    if "datasets" in sys.modules:
+        from datasets import disable_progress_bars
+
+        disable_progress_bars()
 
 
 def wait_for(work: Coroutine[Any, Any, T]) -> T:

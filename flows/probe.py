@@ -272,7 +272,7 @@ class _Probe:
                 load=lambda: load_encoder(config.encoder),
             )  # fmt: skip
             encoder = model_config(config.encoder, done.folder)
-            values = self._values(await self.cells.rows([encoder_ranker(f"{name}-{size}", encoder)]))
+            values = self._values(await self.cells.rows([encoder_ranker(f"trained-{size}", encoder)]))
             write_whole(record, lambda temporary: _dump(temporary, values))
         shutil.rmtree(work, ignore_errors=True)
         found: dict[str, dict[str, float]] = orjson.loads(record.read_bytes())

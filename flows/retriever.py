@@ -20,7 +20,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,9 +43,9 @@ from gradeloom.flows.evaluate import (
 )
 from gradeloom.flows.orchestrate import Named, Orchestration, facts_artifact
 from gradeloom.flows.progress import Progress
-from gradeloom.schemas.config import content_view
+from gradeloom.schemas.config import NAME, VERSION, content_view
 from gradeloom.schemas.errors import GradeloomError, InputError
-from gradeloom.schemas.retriever import EncoderConfig, RetrieverConfig, TrainingSource
+from gradeloom.schemas.retriever import EncoderConfig, EvaluationSet, RetrieverConfig, TrainingSource
 from gradeloom.schemas.rows import digest
 from gradeloom.tasks.run import RunDirectory, write_whole
 
@@ -140,8 +140,8 @@ def with_release(config: RetrieverConfig, release: str) -> RetrieverConfig:
     Raises:
         InputError: not of that form, or it is not clear which source gives way.
     """
-    name, at, version = release.partition("@")
-    if not at or not name or not version:
+    name, _, version = release.partition("@")
+    if not NAME.fullmatch(name) or not VERSION.fullmatch(version):
         raise InputError(f"expected NAME@VERSION, got '{release}'", field="release")
     named = [i for i, source in enumerate(config.data) if source.release is not None]
     same = [i for i in named if str(config.data[i].release).partition("@")[0] == name]
@@ -154,8 +154,10 @@ def with_release(config: RetrieverConfig, release: str) -> RetrieverConfig:
         )
     data = list(config.data)
     data[chosen[0]] = data[chosen[0]].model_copy(update={"release": release})
-    named_so = f"{config.name}-{name}-{version}" if not same else f"{config.name}-{version}"
-    return RetrieverConfig.model_validate(config.model_dump() | {"data": data, "name": named_so})
+    called = f"{config.name}-{version}" if same else f"{config.name}-{name}-{version}"
+    if not NAME.fullmatch(called):
+        raise InputError(f"'{called}' is too long for a name; give the retriever a shorter one", field="name")
+    return config.model_copy(update={"data": tuple(data), "name": called})
 
 
 # --- the flow -------------------------------------------------------------------------------
@@ -178,6 +180,7 @@ async def run_retriever(
     """
     started = time.time()
     check_measures(config.measures, [BEFORE, AFTER, *([BM25] if config.measures.bm25 else [])])
+    _twins_set(config)
     folder = Path(config.root) / config.name
     with RunDirectory(folder).locked() as run:
         data = await Thread().run(lambda: read_material(config))
@@ -185,10 +188,7 @@ async def run_retriever(
         load = cache(lambda: load_encoder(config.encoder))
         cells = Cells(folder / "cells", config.sets, config.measures, config.releases, progress, tasks)
         start = encoder_ranker(BEFORE, config.encoder, load=load)
-        bias = SourceBiases.of(config, folder, progress, tasks)
         before = await cells.rows([start, *([bm25_ranker()] if config.measures.bm25 else [])])
-        if bias is not None:
-            await bias.measure(BEFORE, config.encoder, load)
         trained = await train(
             config, data, folder / "training", progress=progress, tasks=tasks, load=load,
             processes=processes,
@@ -196,15 +196,14 @@ async def run_retriever(
         model = model_config(config.encoder, trained.folder)
         end = encoder_ranker(AFTER, model)
         after = await cells.rows([end])
-        if bias is not None:
-            await bias.measure(AFTER, model, cache(lambda: load_encoder(model)))
+        bias = await _source_bias(config, model, folder, progress, tasks)
         found = None
         if config.sets:
             rows = sorted([*before, *after], key=lambda row: (BEFORE, AFTER, BM25).index(row.retriever))
             found = await Thread().run(lambda: _evaluation(config, rows, [start, end], folder))
         result = RetrieverResult(
             folder, trained.folder, trained.steps, data.lists.accounting, trained.curve, found,
-            bias.change() if bias is not None else None, round(time.time() - started, 3),
+            bias, round(time.time() - started, 3),
         )  # fmt: skip
         await Thread().run(lambda: _finish_card(result))
     return result
@@ -226,7 +225,15 @@ def _description(
         for place in ("release", "path", "queries", "corpus", "qrels", "exclude_queries"):
             view.pop(place, None)
     loss = [content_view(term) for term in config.loss]
-    parts = [VERSION, encoder, views, data.sources, data.lists.accounting, loss, content_view(config.training)]
+    parts = [
+        VERSION,
+        encoder,
+        views,
+        data.sources,
+        data.lists.accounting,
+        loss,
+        content_view(config.training),
+    ]
     recipe = digest(orjson.dumps(parts, option=orjson.OPT_SORT_KEYS))
     file = folder / "run.json"
     if file.exists() and orjson.loads(file.read_bytes()).get("recipe") != recipe:
@@ -256,6 +263,62 @@ def _evaluation(
     )  # fmt: skip
     found.write(folder / "evaluation")
     return found
+
+
+# --- source bias ----------------------------------------------------------------------------
+
+
+def _twins_set(config: RetrieverConfig) -> EvaluationSet | None:
+    """The set that the twins belong to; None without twins.
+
+    Raises:
+        InputError: no set has that name.
+    """
+    if config.twins is None:
+        return None
+    sets = {one.name: one for one in (*config.sets, *([config.dev] if config.dev is not None else []))}
+    name = config.twins_set or next(iter(sets), "")
+    if name not in sets:
+        raise InputError(
+            f"there is no set '{name}'; expected one of: {', '.join(sets) or 'none'}", field="twins_set"
+        )
+    return sets[name]
+
+
+async def _source_bias(
+    config: RetrieverConfig, model: EncoderConfig, folder: Path, progress: Progress, tasks: Orchestration
+) -> dict[str, Any] | None:
+    """Source bias before and after, both by models that are loaded for it: training has changed the first."""
+    from gradeloom.tasks.encoder import encoder_identity
+
+    one = _twins_set(config)
+    if one is None or config.twins is None:
+        return None
+    twins = Path(config.twins).read_bytes()
+    seen = [VERSION, encoder_identity(config.encoder), encoder_identity(model), content_view(one)]
+    key = digest(orjson.dumps(seen, option=orjson.OPT_SORT_KEYS), twins)
+    path = folder / f"bias-{key}.json"
+    if not path.exists():
+        progress.say(f"source bias before and after, on {one.name}")
+        thread = Thread()
+        await tasks.shard(
+            "source bias", 0, lambda: thread.run(lambda: _measure_bias(config, one, model, path))
+        )
+    found: dict[str, Any] = orjson.loads(path.read_bytes())
+    return found
+
+
+def _measure_bias(config: RetrieverConfig, one: EvaluationSet, model: EncoderConfig, path: Path) -> None:
+    from gradeloom.tasks.evaluate.bias import bias_change, read_twins, source_bias
+
+    collection = read_set(one, config.releases)
+    twins = read_twins(config.twins)
+    seed = config.measures.seed
+    before = source_bias(load_encoder(config.encoder), collection, twins, seed=seed)
+    after = source_bias(load_encoder(model), collection, twins, seed=seed)
+    change = bias_change(before, after, seed=seed)
+    found = {BEFORE: asdict(before), AFTER: asdict(after), "change": asdict(change)}
+    write_whole(path, lambda temporary: _dump(temporary, found))
 
 
 # --- training -------------------------------------------------------------------------------
@@ -381,3 +444,7 @@ async def _in_processes(config: RetrieverConfig, folder: Path, processes: int) -
 
 def _dump(path: Path, value: Any) -> None:
     path.write_bytes(orjson.dumps(value, option=orjson.OPT_INDENT_2))
+
+
+def _finish_card(result: RetrieverResult) -> None:
+    """Put the results into the model's card."""

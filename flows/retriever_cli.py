@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import click
 
-from gradeloom.flows.options import config_options, json_option, quiet_option, wait_for
+from gradeloom.flows.options import config_options, hush_libraries, json_option, quiet_option, wait_for
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -23,6 +23,7 @@ def _options(packaged: str, example: str, *, required: bool = True) -> Callable[
 @click.group()
 def retriever() -> None:
     """Retrievers: train on graded data, evaluate against human grades, mine negatives."""
+    hush_libraries()
 
 
 @retriever.command("train")

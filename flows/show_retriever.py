@@ -65,8 +65,7 @@ def mined(result: MineResult) -> None:
         page.line(f"no file was written: {result.stopped}")
         return
     page.path("judgements: ", result.out)
-    page.line("next: add a source to the training's `data`, the collection with this file in the place of its "
-              "judgements:")  # fmt: skip
+    page.line("next: add the collection to the training's `data` once more, with these judgements:")
     page.path("  ", f"{{name: negatives, …, qrels: {result.out}}}")
 
 

@@ -8,6 +8,8 @@ from pydantic import Field, field_validator, model_validator
 
 from gradeloom.schemas.config import NAME, JudgeConfig, Settings, operational
 
+_NAME = f"^{NAME.pattern}$"  # pydantic searches; a name is a folder's name
+
 
 class _Named(Protocol):
     @property
@@ -99,7 +101,7 @@ class TrainingSource(CollectionConfig):
 class EvaluationSet(CollectionConfig):
     """A test collection and how it is measured."""
 
-    name: str = Field(min_length=1, pattern=NAME.pattern)
+    name: str = Field(min_length=1, pattern=_NAME)
     binary_at: float = Field(1, description="Grades from here count as relevant for MRR, recall and AP.")
     gain_offset: float = Field(0, description="Taken off every grade to get its gain (MedQuAD: 1).")
     pool: bool = Field(False, description="Re-rank each query's judged passages instead of searching all.")
@@ -186,7 +188,7 @@ class MeasuresConfig(Settings):
 class RetrieverConfig(Settings):
     """Train a retriever on graded data, then evaluate it on named sets."""
 
-    name: str = Field(pattern=NAME.pattern)
+    name: str = Field(pattern=_NAME)
     encoder: EncoderConfig = EncoderConfig()
     data: tuple[TrainingSource, ...] = Field(min_length=1)
     loss: tuple[LossTerm, ...] = Field((LossTerm(),), min_length=1)
@@ -220,7 +222,7 @@ class RetrieverConfig(Settings):
 
 
 class NamedEncoder(EncoderConfig):
-    name: str = Field(pattern=NAME.pattern)
+    name: str = Field(pattern=_NAME)
 
 
 class EvaluateConfig(Settings):
@@ -230,7 +232,7 @@ class EvaluateConfig(Settings):
     sets: tuple[EvaluationSet, ...] = Field(min_length=1)
     measures: MeasuresConfig = MeasuresConfig()
     root: str = operational("evaluations", min_length=1)
-    name: str = Field("evaluation", pattern=NAME.pattern)
+    name: str = Field("evaluation", pattern=_NAME)
     releases: str = operational("releases", min_length=1)
 
     @field_validator("sets")

@@ -342,7 +342,11 @@ def test_the_recorded_config_replays_both_models(realdata: Path) -> None:
 
 
 def test_every_packaged_config_is_tested_here() -> None:
-    assert list(packaged_configs()) == ["graded-demo", "graded-msmarco", "graded-recorded"]
+    """Those of retrievers in test_retriever_cli.py."""
+    assert list(packaged_configs()) == [
+        "graded-demo", "graded-msmarco", "graded-recorded", "retriever-demo", "retriever-evaluate",
+        "retriever-mine", "retriever-recorded",
+    ]  # fmt: skip
 
 
 def test_a_prompt_may_lie_beside_its_configuration(folder: Path) -> None:
