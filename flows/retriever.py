@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from gradeloom.tasks.train.graded_qrels import TrainingLists
     from gradeloom.tasks.train.retriever import Trained
 
-VERSION = "1"
+RECIPE = "1"
 """Raise it when the same settings and data would train another model."""
 
 CURVE = "curve.png"
@@ -295,7 +295,7 @@ async def _source_bias(
     if one is None or config.twins is None:
         return None
     twins = Path(config.twins).read_bytes()
-    seen = [VERSION, encoder_identity(config.encoder), encoder_identity(model), content_view(one)]
+    seen = [RECIPE, encoder_identity(config.encoder), encoder_identity(model), content_view(one)]
     key = digest(orjson.dumps(seen, option=orjson.OPT_SORT_KEYS), twins)
     path = folder / f"bias-{key}.json"
     if not path.exists():
