@@ -105,10 +105,10 @@ def encoder_ranker(name: str, config: EncoderConfig, *, load: Callable[[], Encod
 
 
 class Cells:
-    """The cells of one folder, computed when they are not there.
+    """The cells under one root, computed when they are not there.
 
     Args:
-        folder: where they lie.
+        root: of the retrievers or evaluations that share them; they lie in its `.cells`.
         sets: the test collections.
         measures: what is computed of a run.
         releases: folder of releases.
@@ -117,10 +117,10 @@ class Cells:
     """
 
     def __init__(
-        self, folder: Path, sets: Sequence[EvaluationSet], measures: MeasuresConfig, releases: str,
+        self, root: Path, sets: Sequence[EvaluationSet], measures: MeasuresConfig, releases: str,
         progress: Progress, tasks: Orchestration,
     ) -> None:  # fmt: skip
-        self.folder, self.sets, self.measures, self.releases = folder, sets, measures, releases
+        self.folder, self.sets, self.measures, self.releases = root / ".cells", sets, measures, releases
         self.progress, self.tasks = progress, tasks
         self._shards = 0
 
@@ -283,6 +283,9 @@ def evaluate_named(config: EvaluateConfig) -> Named:
 def with_retrievers(config: EvaluateConfig, more: Sequence[str]) -> EvaluateConfig:
     """A configuration with more retrievers, each `NAME=MODEL`.
 
+    They run where the configuration's first retriever runs and read as many tokens, for what is compared
+    should have seen the same of a text.
+
     Raises:
         InputError: not of that form, or a name that stands already.
     """
@@ -293,15 +296,19 @@ def with_retrievers(config: EvaluateConfig, more: Sequence[str]) -> EvaluateConf
             raise InputError(f"expected NAME=MODEL, got '{text}'", field="--retriever")
         if name in [retriever.name for retriever in retrievers] or name == BM25:
             raise InputError(f"there is a retriever '{name}' already", field="--retriever")
-        retrievers.append(_named_encoder(name, model))
+        same = config.retrievers[0].model_dump(include=_SHARED) if config.retrievers else {}
+        retrievers.append(_named_encoder(name, model, same))
     return config.model_copy(update={"retrievers": tuple(retrievers)})
 
 
-def _named_encoder(name: str, model: str) -> NamedEncoder:
+_SHARED = {"query_tokens", "passage_tokens", "device", "batch_size"}
+
+
+def _named_encoder(name: str, model: str, same: dict[str, Any]) -> NamedEncoder:
     from pydantic import ValidationError
 
     try:
-        return NamedEncoder(name=name, model=model)
+        return NamedEncoder.model_validate({"name": name, "model": model, **same})
     except ValidationError as error:
         message = error.errors()[0]["msg"].replace("String should", "a name should")
         raise InputError(f"'{name}': {message}", field="--retriever") from None
@@ -322,11 +329,11 @@ async def run_evaluate(config: EvaluateConfig, *, progress: Progress, tasks: Orc
     root = Path(config.root)
     names = [one.name for one in config.retrievers] + [BM25] * config.measures.bm25
     check_measures(config.measures, names)
-    with RunDirectory(root / ".work" / config.name).locked() as work:
+    with RunDirectory(root / ".work" / config.name).locked():
         rankers = [encoder_ranker(one.name, one) for one in config.retrievers]
         if config.measures.bm25:
             rankers.append(bm25_ranker())
-        cells = Cells(work.path / "cells", config.sets, config.measures, config.releases, progress, tasks)
+        cells = Cells(root, config.sets, config.measures, config.releases, progress, tasks)
         rows = await cells.rows(rankers)
         found = await Thread().run(
             lambda: evaluation(

@@ -246,7 +246,7 @@ class _Probe:
         self.config, self.sets, self.source, self.steps = config, sets, source, steps
         self.folder, self.progress, self.tasks = folder, progress, tasks
         self.measure = config.measures.measures[0]
-        self.cells = Cells(folder / "cells", sets, config.measures, config.releases, progress, tasks)
+        self.cells = Cells(Path(config.root), sets, config.measures, config.releases, progress, tasks)
 
     async def start(self) -> Values:
         return self._values(await self.cells.rows([encoder_ranker("start", self.config.encoder)]))

@@ -6,9 +6,9 @@
       lock
       run.json           what was asked for
       training/          the trained model, its checkpoints and learning curve
-      cells/             one retriever on one set: run and values, named by what decides them
       evaluation/        table, values per query, plot, runs
       bias-*.json        source bias before and after
+    <root>/.cells/       one retriever on one set: run and values, named by what decides them; shared
 
 Every part that is there is not done again: a killed training goes on from its checkpoint, and the
 same command after the end does nothing but show it again.
@@ -186,7 +186,7 @@ async def run_retriever(
         data = await Thread().run(lambda: read_material(config))
         run.describe(await Thread().run(lambda: _description(config, data, tasks, run.path)))
         load = cache(lambda: load_encoder(config.encoder))
-        cells = Cells(folder / "cells", config.sets, config.measures, config.releases, progress, tasks)
+        cells = Cells(folder.parent, config.sets, config.measures, config.releases, progress, tasks)
         start = encoder_ranker(BEFORE, config.encoder, load=load)
         before = await cells.rows([start, *([bm25_ranker()] if config.measures.bm25 else [])])
         trained = await train(
@@ -226,7 +226,7 @@ def _description(
             view.pop(place, None)
     loss = [content_view(term) for term in config.loss]
     parts = [
-        VERSION,
+        RECIPE,
         encoder,
         views,
         data.sources,
