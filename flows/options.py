@@ -30,7 +30,7 @@ def hush_libraries() -> None:
     if "transformers" in sys.modules:
         from transformers.utils.logging import disable_progress_bar
 
-        disable_progress_bar()
+        disable_progress_bar()  # type: ignore[no-untyped-call]
     if "datasets" in sys.modules:
         from datasets import disable_progress_bars
 

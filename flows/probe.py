@@ -117,7 +117,7 @@ class ProbeResult:
         """A row per training."""
         from gradeloom.tasks.evaluate.retrieval import Table
 
-        rows = [
+        rows: list[tuple[str, ...]] = [
             (point.release or "(start)", str(point.queries), f"{point.mean:.3f}",
              f"{point.low:.3f} to {point.high:.3f}")
             for point in self.points
