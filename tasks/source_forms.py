@@ -114,7 +114,7 @@ def _form_by_name(path: Path) -> str:
 
 def _sniff(path: Path) -> str:
     """TREC topics, or lines: one query a line is a table of one column."""
-    for _, line in _lines(path):
+    for _, line in lines(path):
         return "trec" if line.lstrip().lower().startswith((b"<top", b"<?xml")) else "tsv"
     return "tsv"
 
@@ -131,7 +131,7 @@ def source_digest(config: SourceConfig) -> str:
     if config.dataset is not None:
         return _huggingface_digest(config)
     path, form = _locate(config)
-    return digest(form, _sha256(path), length=32)
+    return digest(form, sha256(path), length=32)
 
 
 # --- readers --------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         raise InputError(f"cannot be read: {error.strerror or error}", file=path) from error
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+def lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Lines that are not empty, with their 1-based numbers, without byte order mark and line end."""
     with _opened(path) as file:
         for number, line in enumerate(file, 1):
@@ -173,7 +173,7 @@ def _not_utf8(error: UnicodeDecodeError) -> Fault:
 
 
 def _jsonl_rows(path: Path) -> Iterator[Found]:
-    for number, line in _lines(path):
+    for number, line in lines(path):
         try:
             line.decode()
             value = orjson.loads(line)
@@ -209,7 +209,7 @@ def _count(columns: int) -> str:
 
 
 def _tsv_cells(path: Path) -> Iterator[tuple[int, list[str] | Fault]]:
-    for number, line in _lines(path):
+    for number, line in lines(path):
         try:
             yield number, line.decode().split("\t")
         except UnicodeDecodeError as error:
@@ -306,7 +306,7 @@ _TREC_LABEL = re.compile(r"\s*(number|topic|description|narrative)\s*:", re.IGNO
 def _trec_rows(path: Path) -> Iterator[Found]:
     """`<top>` blocks with `<num>` and `<title>`; end tags inside a block may be missing, as in TREC's."""
     begin, block = 0, b""
-    for number, line in _lines(path):
+    for number, line in lines(path):
         tag = line.strip().lower()
         if tag.startswith(b"<top>"):
             if begin:
@@ -366,7 +366,12 @@ def _record(batch: pa.RecordBatch, i: int) -> dict[str, Any] | Fault:
         return _not_utf8(error)
 
 
-def _sha256(path: Path) -> str:
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file's bytes, 64 hex digits.
+
+    Raises:
+        InputError: the file cannot be read.
+    """
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -408,5 +413,5 @@ def _huggingface_digest(config: SourceConfig) -> str:
         files = (builder.config.data_files or {}).get(config.split)
     if files is None:
         raise InputError(f"has no split {config.split}", file=config.dataset, field="source.split")
-    local = [_sha256(Path(name)) if Path(name).is_file() else name for name in map(str, files)]
+    local = [sha256(Path(name)) if Path(name).is_file() else name for name in map(str, files)]
     return digest("huggingface", str(config.dataset), str(config.config), config.split, *local, length=32)
