@@ -85,6 +85,9 @@ class TrainingSource(CollectionConfig):
     label: Literal["grade", "intended", "judged", "expected"] = Field(
         "grade", description="Which grades of a release's lists; other collections have `grade` alone."
     )
+    exclude_queries: str | None = Field(None, description="File with query ids, one a line, to leave out.")
+    limit: int | None = Field(None, ge=1, description="Use the first N queries that are left ...")
+    share: float = Field(1.0, gt=0, le=1, description="... and of them a seeded share.")
     keep: tuple[float, float] | None = Field(None, description="Keep judgements from..to, both included.")
     map: dict[float, float] = Field({}, description="Old grade -> new grade; others stay.")
     constant: float | None = Field(None, description="One grade for all that is kept (real positives: 3).")
@@ -93,9 +96,6 @@ class TrainingSource(CollectionConfig):
     random: int | None = Field(
         None, ge=0, description="... and k drawn from the rest. All unset: everything."
     )
-    limit: int | None = Field(None, ge=1, description="Use the first N queries ...")
-    share: float = Field(1.0, gt=0, le=1, description="... of them a seeded share.")
-    exclude_queries: str | None = Field(None, description="File with query ids, one a line, to leave out.")
 
 
 class EvaluationSet(CollectionConfig):
