@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -193,9 +193,13 @@ def read_set(one: EvaluationSet, releases: str, place: str = "sets") -> Collecti
     from gradeloom.tasks.collection import read_collection
 
     collection = read_collection(one, releases=releases, name=one.name)
-    if not any(collection.qrels.get(query_id) for query_id in collection.queries):
+    # A judged query whose text is not here was not asked; it is no query without an answer.
+    qrels = {
+        query_id: grades for query_id, grades in collection.qrels.items() if query_id in collection.queries
+    }
+    if not any(qrels.values()):
         raise InputError("no query of this set has a judgement", field=f"{place}.{one.name}")
-    return collection
+    return replace(collection, qrels=qrels)
 
 
 def reporter(progress: Progress, thread: Thread, stage: str, unit: str) -> Report:
