@@ -280,7 +280,7 @@ def _lines(path: Path) -> Iterator[Judgement]:
         else:
             expected = "TREC's `query-id 0 passage-id grade`, or a first row `query-id corpus-id score`,"
             if columns is not None:
-                expected = f"{max(columns) + 1} fields between tabs"
+                expected = f"a row of {max(columns) + 1} fields between tabs"
             raise InputError(f"{expected} was expected, found {len(cells)} fields", file=path, row=number)
         yield _judgement(path, number, query_id, passage_id, grade)
 
