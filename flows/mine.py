@@ -45,8 +45,8 @@ class MineResult:
 
     Attributes:
         out: the file, None when none was written.
-        accounting: queries, candidates, picks, what the judge left out by reason, negatives, queries
-            with none.
+        accounting: queries; candidates and why they fell (see `choose_negatives`); what the judge left
+            out, by reason; negatives; queries with none.
         stopped: why no file was written.
     """
 
@@ -114,9 +114,11 @@ async def _picks(
         by = config.by
         ranker = bm25_ranker() if isinstance(by, Bm25Miner) else encoder_ranker("encoder", by)
         run = ranker.rank(collection, config.depth, False, None, report)
-        picks = choose_negatives(run, collection.qrels, config)
-        candidates = sum(len(passages) for passages in run.values())
-        accounting = Counter({"queries": len(run), "candidates": candidates, "picks": len(picks)})
+        if config.max_score is not None:  # which is about positives, wherever they rank
+            judged = ranker.rank(collection, len(collection.passages), True, None, lambda *_: thread.alive())
+            run = {query_id: judged.get(query_id, {}) | scores for query_id, scores in run.items()}
+        accounting = Counter({"queries": len(run)})
+        picks = choose_negatives(run, collection.qrels, config, accounting=accounting)
         found.append((collection, picks, accounting))
 
     await tasks.shard("search", 0, lambda: thread.run(work))

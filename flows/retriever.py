@@ -220,20 +220,8 @@ def _description(
     from gradeloom.tasks.encoder import encoder_identity
 
     encoder = content_view(config.encoder) | {"model": encoder_identity(config.encoder), "revision": None}
-    views = [content_view(source) for source in config.data]
-    for view in views:  # what was read counts, not where it lay
-        for place in ("release", "path", "queries", "corpus", "qrels", "exclude_queries"):
-            view.pop(place, None)
     loss = [content_view(term) for term in config.loss]
-    parts = [
-        RECIPE,
-        encoder,
-        views,
-        data.sources,
-        data.lists.accounting,
-        loss,
-        content_view(config.training),
-    ]
+    parts = [RECIPE, encoder, data.lists.digest, loss, content_view(config.training)]
     recipe = digest(orjson.dumps(parts, option=orjson.OPT_SORT_KEYS))
     file = folder / "run.json"
     if file.exists() and orjson.loads(file.read_bytes()).get("recipe") != recipe:

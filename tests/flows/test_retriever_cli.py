@@ -236,12 +236,22 @@ def test_a_model_mines_too(place: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert pq.read_table(place / "dense.parquet").num_rows == 24
 
 
+def test_a_margin_knows_positives_wherever_they_rank(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    deep = mining(place, depth=3, max_score=0.5, positive_grade=3, out="margin.parquet")
+    run("mine", "--config", deep, "--json", "--quiet")
+    counts = json.loads(capsys.readouterr().out)["accounting"]
+    assert counts["candidates"] >= 8 * 3
+    assert "no positive in the run" not in counts
+    # BM25 sees four passages of one query alike but for their level, so nothing lies below half of one.
+    assert counts["margin"] > 0
+
+
 def test_a_judge_reads_every_pick_first(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     judge = {"engine": {"kind": "fault", "seed": 1}, "min_mass": 0.0}
     assert run("mine", "--config", mining(place, judge=judge, out="judged.parquet"), "--json", "--quiet") == 0
     counts = json.loads(capsys.readouterr().out)["accounting"]
     left_out = sum(n for name, n in counts.items() if name.startswith("left out: "))
-    assert counts["picks"] == 16
+    assert counts["chosen"] == 16
     assert 0 < left_out < 16
     assert counts["negatives"] == 16 - left_out == pq.read_table(place / "judged.parquet").num_rows
     assert not (place / ".judged.parquet.run").exists()
