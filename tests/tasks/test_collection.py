@@ -202,7 +202,7 @@ def test_a_bad_passage_is_named(tmp_path: Path, corpus: str, said: str) -> None:
         ("qrels.txt", "q1 0 d1 1\nq1 d2 2", ", row 2: TREC's `query-id 0 passage-id grade`, or a first row"),
         ("qrels.tsv", "q1\td1\t2", ", row 1: TREC's `query-id 0 passage-id grade`, or a first row"),
         ("qrels.tsv", "query-id\tdoc\tscore", ", row 1, field 'corpus-id': the header has no such column"),
-        ("qrels.tsv", "query-id\tcorpus-id\tscore\nq1\td1", ", row 2: a row of 3 fields between tabs was expected"),
+        ("qrels.tsv", "query-id\tcorpus-id\tscore\nq1\td1", ", row 2: a row of 3 fields between tabs was"),
         ("qrels.tsv", "query-id\tcorpus-id\tscore\n\td1\t1", ", row 2, field 'query-id': an id was expected"),
         ("qrels.txt.gz", "plain", ": damaged or no gzip file"),
     ],
