@@ -19,7 +19,7 @@ import orjson
 
 from gradeloom.flows.concurrency import Thread
 from gradeloom.flows.orchestrate import Named, Orchestration, facts_artifact
-from gradeloom.flows.progress import Progress
+from gradeloom.flows.progress import Progress, following
 from gradeloom.schemas.config import content_view
 from gradeloom.schemas.errors import InputError
 from gradeloom.schemas.retriever import (
@@ -210,13 +210,7 @@ def reporter(progress: Progress, thread: Thread, stage: str, unit: str) -> Repor
     import asyncio
 
     loop = asyncio.get_running_loop()
-    before = 0
-
-    def show(done: int, total: int) -> None:
-        nonlocal before
-        progress.stage(stage, total, unit=unit)
-        progress.advance(stage, done - before)
-        before = done
+    show = following(progress, stage, unit)
 
     def report(done: int, total: int) -> None:
         thread.alive()

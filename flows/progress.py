@@ -193,6 +193,22 @@ class Progress:
         print(line, file=self._stream, flush=True)
 
 
+def following(progress: Progress, stage: str, unit: str) -> Callable[[int, int], None]:
+    """What is called with (done, total) by somebody who counts, and shows it as a stage."""
+    before = 0
+    known: int | None = None
+
+    def show(done: int, total: int) -> None:
+        nonlocal before, known
+        if total != known:
+            progress.stage(stage, total, unit=unit)
+            known = total
+        progress.advance(stage, done - before)
+        before = done
+
+    return show
+
+
 def _clock_time(seconds: float) -> str:
     """Seconds as `1 h 05 min`, `3 min 20 s` or `42 s`."""
     whole = round(seconds)

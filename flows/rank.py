@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from gradeloom.flows.options import say
-from gradeloom.flows.progress import Progress
+from gradeloom.flows.progress import Progress, following
 from gradeloom.flows.retriever import read_material, train_here
 from gradeloom.schemas.errors import GradeloomError
 from gradeloom.schemas.retriever import RetrieverConfig
@@ -25,14 +25,7 @@ def main(job: str, folder: str) -> int:
     config = RetrieverConfig.model_validate_json(Path(job).read_bytes())
     try:
         with Progress(bars=False, quiet=not first) as progress:
-            done = 0
-
-            def report(now: int, total: int) -> None:
-                nonlocal done
-                progress.stage("train", total, unit="steps")
-                progress.advance("train", now - done)
-                done = now
-
+            report = following(progress, "train", "steps")
             with RunDirectory(Path(folder)).locked() if first else nullcontext():
                 train_here(config, read_material(config), Path(folder), load_encoder(config.encoder), report)
     except GradeloomError as error:

@@ -7,7 +7,7 @@ import io
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradeloom.flows.progress import Progress, Snapshot, harmless
+from gradeloom.flows.progress import Progress, Snapshot, following, harmless
 
 
 class Clock:
@@ -97,3 +97,17 @@ def test_harmless_text_has_no_controls_and_loses_nothing_else(text: str) -> None
 
 def test_harmless_shows_what_it_disarms() -> None:
     assert harmless("a\x1b[31mred\x07\r\nb\u202ec") == "a\\x1b[31mred\\x07\nb\\u202ec"
+
+
+def test_a_count_kept_elsewhere_is_followed_in_its_unit() -> None:
+    progress, stream, clock = plain_progress()
+    show = following(progress, "train", "steps")
+    for done in (3, 4, 9, 10):  # a training that goes on from step 3
+        clock.now += 3
+        show(done, 10)
+    progress.close()
+    assert stream.getvalue().splitlines() == [
+        "train: 0/10 steps",
+        "train: 9/10 steps, 1 s to go",
+        "train: 10/10 steps",
+    ]
