@@ -125,8 +125,10 @@ class LossTerm(Settings):
     target_mass: float | None = Field(
         None, gt=0, lt=1, description="Mass of a list's top grade at any B, instead of label_temperature.",
     )  # fmt: skip
-    in_batch: Literal["zero", "masked"] = Field(
-        "zero", description="Other queries' passages have label 0, or take no part."
+    in_batch: Literal["zero", "masked"] | None = Field(
+        None,
+        description="Other queries' passages have label 0, or take no part; default: masked for `ordinal`, "
+        "else zero.",
     )
     power: float = Field(2.0, ge=1, description="r of `ordinal`; 1 is W1.")
     positives: Literal["grade", "top"] = Field(
