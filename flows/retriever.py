@@ -282,7 +282,10 @@ async def _source_bias(
     one = _twins_set(config)
     if one is None or config.twins is None:
         return None
-    twins = Path(config.twins).read_bytes()
+    try:
+        twins = Path(config.twins).read_bytes()
+    except OSError as error:
+        raise InputError(f"cannot be read: {error.strerror}", file=config.twins, field="twins") from error
     seen = [RECIPE, encoder_identity(config.encoder), encoder_identity(model), content_view(one)]
     key = digest(orjson.dumps(seen, option=orjson.OPT_SORT_KEYS), twins)
     path = folder / f"bias-{key}.json"
@@ -300,7 +303,7 @@ def _measure_bias(config: RetrieverConfig, one: EvaluationSet, model: EncoderCon
     from gradeloom.tasks.evaluate.bias import bias_change, read_twins, source_bias
 
     collection = read_set(one, config.releases)
-    twins = read_twins(config.twins)
+    twins = read_twins(str(config.twins))
     seed = config.measures.seed
     before = source_bias(load_encoder(config.encoder), collection, twins, seed=seed)
     after = source_bias(load_encoder(model), collection, twins, seed=seed)
@@ -378,7 +381,7 @@ def train_here(
     facts = {"data": data.sources, "accounting": data.lists.accounting, "config": content_view(config)}
     return train_retriever(
         encoder, data.lists, config, folder=folder, evaluator=_dev_evaluator(config, data.dev), facts=facts,
-        progress=report,
+        progress=None if report is None else lambda step, steps, _: report(step, steps),
     )  # fmt: skip
 
 
@@ -390,6 +393,7 @@ def _dev_evaluator(config: RetrieverConfig, dev: Collection | None) -> Any:
     return GradedRetrievalEvaluator(
         dev.queries, dev.passages, dev.qrels, name=config.dev.name, measures=config.measures.measures,
         binary_at=config.dev.binary_at, gain_offset=config.dev.gain_offset, pool=config.dev.pool,
+        config=config.encoder,
     )  # fmt: skip
 
 
@@ -436,3 +440,7 @@ def _dump(path: Path, value: Any) -> None:
 
 def _finish_card(result: RetrieverResult) -> None:
     """Put the results into the model's card."""
+    from gradeloom.tasks.train.card import add_results_to_card
+
+    if result.evaluation is not None:
+        add_results_to_card(result.model, result.evaluation.table().markdown())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,7 +103,30 @@ def _evaluation(page: Page, evaluation: Evaluation) -> None:
 
 def _bias(page: Page, bias: dict[str, Any]) -> None:
     """Source bias; see `gradeloom.tasks.evaluate.bias`."""
-    raise NotImplementedError
+
+    def cell(value: float | None, interval: Sequence[float] | None, form: str) -> str:
+        if value is None:
+            return "-"
+        return f"{value:{form}}" + (
+            f" ({interval[0]:{form}} .. {interval[1]:{form}})" if interval is not None else ""
+        )
+
+    rows = [
+        (when, cell(bias[when]["w_minus_half"], bias[when]["w_interval"], "+.3f"),
+         cell(bias[when]["d"], bias[when]["d_interval"], "+.1f"))
+        for when in ("before", "after")
+    ]  # fmt: skip
+    change = bias["change"]
+    rows.append(
+        ("change", cell(change["w"], change["w_interval"], "+.3f"),
+         cell(change["d"], change["d_interval"], "+.1f"))
+    )  # fmt: skip
+    page.table(("source bias", "w - 1/2", "D, %"), rows)
+    page.line(
+        f"w - 1/2 above 0 and D below 0 favour what a language model wrote ({change['queries']} queries, "
+        "95% intervals)",
+        style="dim",
+    )
 
 
 def places(paths: dict[str, Path]) -> None:

@@ -59,7 +59,8 @@ def expanded(labels: Tensor, passages: int) -> Tensor:
 def softmax(values: Tensor, mask: Tensor) -> Tensor:
     """Row-wise softmax over what the mask lets in; a row without anything is 0 everywhere."""
     lowest = torch.finfo(values.dtype).min
-    return torch.softmax(values.masked_fill(~mask, lowest), dim=1) * mask
+    inside: Tensor = torch.softmax(values.masked_fill(~mask, lowest), dim=1) * mask
+    return inside
 
 
 def log_softmax(values: Tensor, mask: Tensor) -> Tensor:
@@ -227,7 +228,8 @@ def ordinal(
     grades, there = filled.gather(1, order), mask.gather(1, order)
     excess = (p - q).gather(1, order).cumsum(1)[:, :-1]
     gaps = torch.where(there[:, 1:], grades[:, 1:] - grades[:, :-1], torch.zeros_like(grades[:, 1:]))
-    return (excess.abs() ** power * gaps).sum(1).mean()
+    each: Tensor = (excess.abs() ** power * gaps).sum(1)
+    return each.mean()
 
 
 def kl(
@@ -392,7 +394,7 @@ class GradedListLoss(CachedLossMixin, nn.Module):
         """The loss from embeddings in chunks; see CachedLossMixin."""
         loss = self._loss([torch.cat(column) for column in reps], *labels)
         if with_backward:
-            loss.backward()
+            torch.autograd.backward(loss)
             loss = loss.detach()
         return loss
 
@@ -404,7 +406,7 @@ class GradedListLoss(CachedLossMixin, nn.Module):
         ranks = torch.distributed.get_world_size() if self.gather and _distributed() else 1
         if ranks > 1:
             labels, texts = all_gather(labels.contiguous()), all_gather(texts.contiguous())
-            others = all_gather(vectors.detach().contiguous()).split(len(vectors))
+            others = all_gather(vectors.detach().contiguous()).chunk(ranks)
             here = torch.distributed.get_rank()
             vectors = torch.cat([vectors if rank == here else part for rank, part in enumerate(others)])
         queries, passages = vectors[:, 0], vectors[:, 1:].flatten(0, 1)
