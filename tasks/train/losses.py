@@ -149,7 +149,8 @@ def gaussian_wasserstein(
     mean, p, q, divisor = _centred(p, q)
     singular = torch.linalg.svdvals(p @ q.T)
     nuclear = singular[singular > SMALLEST_SINGULAR * singular.amax()].sum()
-    return mean + (p.square().sum() + q.square().sum() - 2 * nuclear) / divisor
+    loss: Tensor = mean + (p.square().sum() + q.square().sum() - 2 * nuclear) / divisor
+    return loss
 
 
 def aligned(

@@ -66,9 +66,7 @@ class ListTrainer(SentenceTransformerTrainer):
         folder.mkdir(parents=True, exist_ok=True)
         save_model(self.accelerator.unwrap_model(self.model), str(folder / WEIGHTS))
 
-    def _load_from_checkpoint(
-        self, resume_from_checkpoint: str, model: torch.nn.Module | None = None
-    ) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         load_model(self.model if model is None else model, str(Path(resume_from_checkpoint) / WEIGHTS))
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:

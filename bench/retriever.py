@@ -1,0 +1,549 @@
+"""The claim, in small: do graded lists and a Wasserstein loss make better retrievers than InfoNCE?
+
+    python bench/retriever.py             # every cell: about three hours on two cores
+    python bench/retriever.py --quick     # four losses, one start, two sets: 15 minutes
+    python bench/retriever.py --list      # what is done and what is left
+    python bench/retriever.py --report    # the tables of what is done
+
+Training data is the `agreed` release of the recorded lists, the same lists, passages and steps for every
+loss (B=16, K=4, five epochs). Two starts: `minilm`, all-MiniLM-L6-v2 as it is, and `weakened`, the same
+with its last two layers drawn anew (damaged, not self-supervised). In every cell only the last two
+layers learn; what lies below is computed once per text (cached_layers.py). Temperature and label
+temperature are chosen per loss and start on LLMJudge-2024-dev alone. Every cell is a file, and a run that
+was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+DATA = Path("../shared/data")
+OUT = Path("build/bench-retriever")
+STEP = 1
+"""Raised when a cell would come out differently for the same words."""
+
+TOKENS = {"query_tokens": 64, "passage_tokens": 128}
+LAYERS = 4
+"""Lower layers that no cell changes."""
+
+LEARNING_RATE = {"minilm": 2e-5, "weakened": 1e-4}
+SEEDS = (0, 1, 2)
+MEASURES = ("nDCG@10", "MRR@10", "AP")
+
+
+def _set(folder: str, corpus: str, qrels: str, **more: Any) -> dict[str, Any]:
+    place = DATA / folder
+    return {
+        "queries": str(place / "queries.jsonl"),
+        "corpus": str(place / corpus),
+        "qrels": str(place / qrels),
+        **more,
+    }
+
+
+SETS = {
+    "llmjudge": _set("llmjudge2024_dev_text", "passages.jsonl.gz", "qrels.txt", binary_at=2),
+    "dl19": _set("trec_dl2019_passage_text", "passages.jsonl.gz", "qrels.txt", binary_at=2),
+    "dl20": _set("trec_dl2020_passage_text", "passages.jsonl.gz", "qrels.txt", binary_at=2),
+    "cranfield": _set(
+        "cranfield", "corpus.jsonl.gz", "qrels.graded_1to4_best4.txt", binary_at=1,
+        exclude=str(DATA / "cranfield/source_docs_code_minus1.txt"),
+    ),
+    "chorus": _set("chorus_ecommerce_graded", "products.jsonl.gz", "qrels_0to3.txt", binary_at=2),
+    "medquad": _set(
+        "medquad_liveqa_graded", "passages_all.jsonl.gz", "qrels_all_1to4.txt", binary_at=3, gain_offset=1,
+    ),
+}  # fmt: skip
+MAIN, MORE = ("dl19", "dl20", "cranfield"), ("chorus", "medquad")
+
+LOSSES = {
+    "weakened": ("gaussian", "aligned", "ordinal", "infonce"),
+    "minilm": ("gaussian", "aligned", "ordinal", "kl", "infonce", "infonce+gaussian"),
+}
+CONTROLS = ("shuffled", "binary", "3-against-0", "swapped")
+
+Terms = tuple[tuple[tuple[str, Any], ...], ...]  # of LossTerm's fields; hashable
+
+
+def terms(*each: Mapping[str, Any]) -> Terms:
+    return tuple(tuple(sorted(term.items())) for term in each)
+
+
+def grid(start: str, loss: str) -> list[Terms]:
+    """The settings that the dev set chooses from. Label temperature 1 is as published."""
+    if loss == "infonce":
+        return [terms({"kind": loss, "temperature": t}) for t in (0.02, 0.05, 0.1)]
+    if loss == "infonce+gaussian":  # each with the settings chosen for it alone
+        parts = [dict(chosen(start, part)[0]) for part in ("infonce", "gaussian")]
+        return [terms(parts[0], {**parts[1], "weight": weight}) for weight in (1.0, 4.0)]
+    points = ((0.05, 1.0), (0.05, 0.4), (0.02, 0.4))
+    return [terms({"kind": loss, "temperature": t, "label_temperature": tau}) for t, tau in points]
+
+
+# --- cells --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Training:
+    start: str
+    terms: Terms
+    seed: int = 0
+    labels: str = "as they are"
+    epochs: float = 5
+
+    def __str__(self) -> str:
+        said = " + ".join(
+            " ".join(str(dict(term)[key]) for key in dict(term) if key == "kind")
+            + f" (T={dict(term)['temperature']:g}"
+            + (f", tau={dict(term)['label_temperature']:g}" if "label_temperature" in dict(term) else "")
+            + (f", x{dict(term)['weight']:g}" if "weight" in dict(term) else "")
+            + ")"
+            for term in self.terms
+        )
+        return f"{self.start} {said} seed {self.seed}" + (
+            "" if self.labels == "as they are" else f", labels {self.labels}"
+        )
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A trained retriever (or a start without training, or BM25) on a set."""
+
+    model: Training | str
+    set: str
+
+    def __str__(self) -> str:
+        return f"{self.model} on {self.set}"
+
+
+def path_of(cell: Training | Cell) -> Path:
+    told = json.dumps([STEP, TOKENS, LAYERS, LEARNING_RATE, asdict(cell)], sort_keys=True, default=str)
+    key = sha256(told.encode()).hexdigest()[:16]
+    return OUT / ("models" if isinstance(cell, Training) else "values") / key
+
+
+def done(cell: Training | Cell) -> bool:
+    return (path_of(cell) / "cell.json").exists()
+
+
+def finish(cell: Training | Cell, result: Mapping[str, Any]) -> None:
+    """The cell's file, put in place when it is whole."""
+    file = path_of(cell) / "cell.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    half = file.with_name(f"cell.{os.getpid()}.tmp")
+    half.write_text(json.dumps({"cell": str(cell), **result}), "utf-8")
+    half.rename(file)
+
+
+def values(cell: Cell, measure: str = "nDCG@10") -> dict[str, float]:
+    """Query id -> value."""
+    result: dict[str, float] = json.loads((path_of(cell) / "cell.json").read_text("utf-8"))[measure]
+    return result
+
+
+def mean(cell: Cell) -> float:
+    found = values(cell)
+    return sum(found.values()) / len(found)
+
+
+def chosen(start: str, loss: str) -> Terms:
+    """The setting with the highest nDCG@10 on the dev set."""
+    return max(grid(start, loss), key=lambda point: mean(Cell(Training(start, point), "llmjudge")))
+
+
+def finalists(start: str) -> tuple[str, ...]:
+    """gaussian, infonce, and of the others the best on the main sets."""
+    others = [loss for loss in LOSSES[start] if loss not in ("gaussian", "infonce")]
+
+    def total(loss: str) -> float:
+        return sum(mean(Cell(Training(start, chosen(start, loss)), name)) for name in MAIN)
+
+    return "gaussian", "infonce", max(others, key=total)
+
+
+def stages() -> Iterable[tuple[str, list[Training | Cell]]]:
+    """Cells in the order they are computed; a stage may ask for the values of those before it."""
+    simple = [(s, loss) for s, losses in LOSSES.items() for loss in losses if loss != "infonce+gaussian"]
+    yield "untrained", [Cell(m, s) for s in (*MAIN, "llmjudge", *MORE) for m in ("bm25", *LOSSES)]
+    for pairs in (simple, [("minilm", "infonce+gaussian")]):
+        trainings = [Training(start, point) for start, loss in pairs for point in grid(start, loss)]
+        yield "choice: training", list(trainings)
+        yield "choice: dev set", [Cell(training, "llmjudge") for training in trainings]
+    main = [Training(start, chosen(start, loss)) for start, losses in LOSSES.items() for loss in losses]
+    yield "main", [Cell(training, name) for training in main for name in MAIN]
+    best = [(start, loss) for start in LOSSES for loss in finalists(start)]
+    seeds = [Training(start, chosen(start, loss), seed) for seed in SEEDS for start, loss in best]
+    yield "seeds: training", [training for training in seeds if training.seed]
+    yield "seeds", [Cell(training, name) for training in seeds for name in MAIN]
+    controls = [
+        Training(start, chosen(start, "gaussian"), labels=labels) for start in LOSSES for labels in CONTROLS
+    ]
+    yield "label controls: training", list(controls)
+    yield "label controls", [Cell(training, name) for training in controls for name in MAIN]
+    yield "finalists elsewhere", [Cell(training, name) for training in seeds for name in MORE]
+
+
+def quick_stages() -> Iterable[tuple[str, list[Training | Cell]]]:
+    """One start, two epochs, the default settings."""
+    trainings = quick_trainings()
+    yield "untrained", [Cell("weakened", name) for name in ("dl19", "cranfield")]
+    yield "training", list(trainings.values())
+    yield "sets", [Cell(training, name) for training in trainings.values() for name in ("dl19", "cranfield")]
+
+
+def quick_trainings() -> dict[str, Training]:
+    return {loss: Training("weakened", grid("weakened", loss)[1], epochs=2) for loss in LOSSES["weakened"]}
+
+
+# --- computing a cell ---------------------------------------------------------------------------
+
+
+@cache
+def collection(name: str) -> Any:
+    from gradeloom.schemas.retriever import CollectionConfig
+    from gradeloom.tasks.collection import read_collection
+
+    files = {key: SETS[name][key] for key in ("queries", "corpus", "qrels")}
+    return read_collection(CollectionConfig(**files), name=name)
+
+
+@cache
+def lists() -> Any:
+    from gradeloom.schemas.retriever import CollectionConfig
+    from gradeloom.tasks.collection import read_collection
+
+    return read_collection(
+        CollectionConfig(release="graded-recorded"), releases=OUT / "releases", name="lists"
+    )
+
+
+@cache
+def start_model(start: str) -> Any:
+    """The start with its lower layers cached; one per process, its upper weights set for each cell."""
+    import torch
+    from cached_layers import cache_lower_layers
+
+    from gradeloom.schemas.retriever import EncoderConfig
+    from gradeloom.tasks.encoder import load_encoder
+
+    encoder = load_encoder(EncoderConfig(**TOKENS, device="cpu"))
+    bert = encoder.model[0].model
+    if start == "weakened":
+        torch.manual_seed(0)
+        for layer in bert.encoder.layer[LAYERS:]:
+            for part in layer.modules():
+                if isinstance(part, torch.nn.Linear):
+                    torch.nn.init.normal_(part.weight, std=bert.config.initializer_range)
+                    torch.nn.init.zeros_(part.bias)
+                elif isinstance(part, torch.nn.LayerNorm):
+                    torch.nn.init.ones_(part.weight)
+                    torch.nn.init.zeros_(part.bias)
+    cache_lower_layers(encoder.model, LAYERS, OUT / "states")
+    return encoder, {name: weight.clone() for name, weight in encoder.model.state_dict().items()}
+
+
+def model_of(model: Training | str) -> Any:
+    import torch
+
+    encoder, start = start_model(model if isinstance(model, str) else model.start)
+    weights = start if isinstance(model, str) else torch.load(path_of(model) / "upper.pt")
+    encoder.model.load_state_dict(weights)
+    encoder.model.eval()
+    return encoder
+
+
+def controlled(labels: str) -> tuple[Any, Any, int]:
+    """The training lists under a label control: collection, source and passages per list."""
+    from gradeloom.schemas.retriever import TrainingSource
+
+    found, more, width = lists(), {}, 4
+    draw = random.Random(0)
+    qrels = found.qrels
+    if labels == "shuffled":
+        qrels = {}
+        for query, judged in found.qrels.items():
+            grades = list(judged.values())
+            draw.shuffle(grades)
+            qrels[query] = dict(zip(judged, grades, strict=True))
+    elif labels == "binary":
+        more["map"] = {2: 3, 1: 0}
+    elif labels == "3-against-0":
+        more, width = {"top": 1, "bottom": 1}, 2
+    elif labels == "swapped":  # every query gets the next one's list
+        ids = list(found.qrels)
+        draw.shuffle(ids)
+        qrels = {query: found.qrels[other] for query, other in zip(ids, ids[1:] + ids[:1], strict=True)}
+    source = TrainingSource(name="lists", release="graded-recorded", **more)
+    return replace(found, qrels=qrels), source, width
+
+
+def train(cell: Training) -> None:
+    """Trains with the product's trainer, data and losses; no checkpoint is kept, a cell is short."""
+    import tempfile
+
+    import torch
+
+    from gradeloom.schemas.retriever import LossTerm
+    from gradeloom.tasks.train.batches import DistinctQueries, ListCollator, text_limits
+    from gradeloom.tasks.train.graded_qrels import mix
+    from gradeloom.tasks.train.losses import GradedListLoss
+    from gradeloom.tasks.train.trainer import ListTrainer, training_arguments
+
+    found, source, width = controlled(cell.labels)
+    data = mix([(source, found)], passages=width, seed=0)
+    encoder = model_of(cell.start)
+    encoder.model.train()
+    with tempfile.TemporaryDirectory(dir=OUT) as folder, text_limits(encoder):
+        args = training_arguments(
+            output_dir=folder,
+            per_device_train_batch_size=16,
+            num_train_epochs=cell.epochs,
+            learning_rate=LEARNING_RATE[cell.start],
+            warmup_steps=0.05,  # a share of the steps
+            weight_decay=0.0,
+            seed=cell.seed,
+            save_strategy="no",
+            use_cpu=True,
+            dataloader_drop_last=True,
+            batch_sampler=DistinctQueries,
+        )
+        trainer = ListTrainer(
+            keep=1,
+            progress=None,
+            model=encoder.model,
+            args=args,
+            train_dataset=data.dataset(),
+            loss=GradedListLoss(encoder.model, [LossTerm(**dict(term)) for term in cell.terms]),
+            data_collator=ListCollator(encoder, width),
+        )
+        trainer.train()
+    path_of(cell).mkdir(parents=True, exist_ok=True)
+    torch.save(encoder.model.state_dict(), path_of(cell) / "upper.pt")
+    finish(cell, {"steps": trainer.state.global_step, "lists": len(data.lists)})
+
+
+def evaluate(cell: Cell) -> None:
+    from gradeloom.tasks.collection import read_qrels
+    from gradeloom.tasks.evaluate.bm25 import bm25_run
+    from gradeloom.tasks.evaluate.measures import measure
+    from gradeloom.tasks.evaluate.search import dense_run
+
+    found, settings = collection(cell.set), SETS[cell.set]
+    exclude = read_qrels(settings["exclude"]) if "exclude" in settings else None
+    run = (
+        bm25_run(found, k=1000, exclude=exclude)
+        if cell.model == "bm25"
+        else dense_run(model_of(cell.model), found, k=1000, exclude=exclude)
+    )
+    options = {key: settings[key] for key in ("binary_at", "gain_offset") if key in settings}
+    finish(cell, measure(run, found.qrels, MEASURES, **options))
+
+
+def compute(cell: Training | Cell) -> tuple[str, float]:
+    began = time.monotonic()
+    if isinstance(cell, Training):
+        train(cell)
+    else:
+        evaluate(cell)
+    return str(cell), time.monotonic() - began
+
+
+# --- preparing and running ----------------------------------------------------------------------
+
+
+def prepare(sets: Sequence[str]) -> None:
+    """The release, and the lower layers' output for every text."""
+    if not (OUT / "releases/graded-recorded").exists():
+        roots = ("run", "release", "cache")
+        command = [
+            sys.executable,
+            "-m",
+            "gradeloom.flows.cli",
+            "graded",
+            "run",
+            "--config",
+            "graded-recorded",
+        ]
+        for root in roots:
+            command += ["--set", f"{root}.root={OUT / (root + 's')}"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    from cached_layers import fill
+
+    encoder, _ = start_model("minilm")
+    for name in ("lists", *sets):
+        found = lists() if name == "lists" else collection(name)
+        texts = [(found.passages.values(), TOKENS["passage_tokens"], "passages")]
+        texts.append((found.queries.values(), TOKENS["query_tokens"], "queries"))
+        for part, tokens, kind in texts:
+            began = time.monotonic()
+            fill(encoder.model, f"{name}-{kind}", list(part), tokens)
+            if time.monotonic() - began > 5:
+                print(f"lower layers of {name}: {time.monotonic() - began:.0f} s", flush=True)
+
+
+def run(stages: Iterable[tuple[str, list[Training | Cell]]], workers: int) -> None:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_one_thread) as pool:
+        for name, cells in stages:
+            todo = [cell for cell in dict.fromkeys(cells) if not done(cell)]
+            print(f"{name}: {len(cells) - len(todo)} of {len(cells)} cells done", flush=True)
+            running: set[Future[tuple[str, float]]] = {pool.submit(compute, cell) for cell in todo}
+            while running:
+                ready, running = wait(running, return_when=FIRST_COMPLETED)
+                for future in ready:
+                    said, seconds = future.result()
+                    print(f"  {said}: {seconds:.0f} s ({len(running)} left in this stage)", flush=True)
+
+
+def _one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+
+
+# --- what came out ------------------------------------------------------------------------------
+
+
+def averaged(start: str, loss: str, name: str, seeds: Sequence[int] = SEEDS) -> dict[str, float]:
+    """Per query, the mean over the seeds that are done."""
+    cells = [Cell(Training(start, chosen(start, loss), seed), name) for seed in seeds]
+    found = [values(cell) for cell in cells if done(cell)]
+    return {query: sum(one[query] for one in found) / len(found) for query in found[0]}
+
+
+def report() -> None:
+    for start in LOSSES:
+        print(f"\n{start}: nDCG@10 (linear gain), per-query values averaged over seeds")
+        print(_table(start))
+        for line in _tests(start):
+            print(line)
+    print("\nlabel controls of gaussian, seed 0")
+    print(_controls())
+    print("\nsettings chosen on LLMJudge-2024-dev (25 queries)")
+    for start, losses in LOSSES.items():
+        for loss in losses:
+            points = [Training(start, point) for point in grid(start, loss)]
+            told = ", ".join(f"{_settings(p)}: {mean(Cell(p, 'llmjudge')):.3f}" for p in points)
+            print(f"  {start} {loss}: {told}")
+
+
+def _settings(training: Training) -> str:
+    return str(training).removeprefix(f"{training.start} ").removesuffix(f" seed {training.seed}")
+
+
+def _table(start: str) -> str:
+    names = (*MAIN, *MORE)
+    lines = [f"  {'':18}{'seeds':>6}" + "".join(f"{name:>11}" for name in names)]
+    for model in ("bm25", start):
+        row = "".join(f"{mean(Cell(model, name)):11.3f}" for name in names)
+        lines.append(f"  {'untrained' if model == start else model:18}{'':6}{row}")
+    for loss in LOSSES[start]:
+        each = [Training(start, chosen(start, loss), seed) for seed in SEEDS]
+        seeds = sum(all(done(Cell(t, name)) for name in MAIN) for t in each)
+        row = "".join(
+            f"{_average(averaged(start, loss, name)):11.3f}" if done(Cell(each[0], name)) else f"{'-':>11}"
+            for name in names
+        )
+        lines.append(f"  {loss:18}{seeds:6}{row}")
+    return "\n".join(lines)
+
+
+def _average(found: Mapping[str, float]) -> float:
+    return sum(found.values()) / len(found)
+
+
+def _pooled(per_set: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    return {f"{name}/{query}": value for name, found in per_set.items() for query, value in found.items()}
+
+
+def _tests(start: str) -> list[str]:
+    """Every loss against InfoNCE and against the untrained start, on the queries of the main sets."""
+    from gradeloom.tasks.evaluate.significance import holm, randomisation_test, smallest_detectable
+
+    lines = []
+    for against in ("infonce", "untrained"):
+        base = _pooled(
+            {
+                n: values(Cell(start, n)) if against == "untrained" else averaged(start, "infonce", n)
+                for n in MAIN
+            }
+        )
+        strata = [key.split("/")[0] for key in base]
+        tests, detectable = {}, {}
+        for loss in LOSSES[start]:
+            if loss == against:
+                continue
+            own = _pooled({name: averaged(start, loss, name) for name in MAIN})
+            pair = [own[key] for key in base], list(base.values())
+            tests[loss] = randomisation_test(*pair, strata=strata, permutations=100_000, seed=0)
+            detectable[loss] = smallest_detectable([a - b for a, b in zip(*pair, strict=True)])
+        adjusted = holm({loss: test.p for loss, test in tests.items()})
+        lines.append(f"  against {against}, {len(base)} queries of {', '.join(MAIN)}:")
+        lines += [
+            f"    {loss:18}{test.difference:+.4f}  p {test.p:.4f}  Holm {adjusted[loss]:.4f}"
+            f"  smallest detectable {detectable[loss]:.4f}"
+            for loss, test in tests.items()
+        ]
+    return lines
+
+
+def _controls() -> str:
+    lines = [f"  {'':28}" + "".join(f"{name:>11}" for name in MAIN)]
+    for start in LOSSES:
+        for labels in ("as they are", *CONTROLS):
+            training = Training(start, chosen(start, "gaussian"), labels=labels)
+            row = "".join(f"{mean(Cell(training, name)):11.3f}" for name in MAIN)
+            lines.append(f"  {start + ', ' + labels:28}{row}")
+    return "\n".join(lines)
+
+
+def quick_report() -> None:
+    print("\nnDCG@10, weakened start, two epochs, seed 0, default temperatures (indications, not results)")
+    names = ("dl19", "cranfield")
+    for said, model in {"untrained": "weakened", **quick_trainings()}.items():
+        print(f"  {said:12}" + "".join(f"{name:>11} {mean(Cell(model, name)):.3f}" for name in names))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="four losses, one start, two sets")
+    parser.add_argument("--report", action="store_true", help="tables of what is done, nothing computed")
+    parser.add_argument("--list", action="store_true", help="what is done and what is left")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="cells at once")
+    options = parser.parse_args()
+    if options.list:
+        listed()
+        return
+    if not options.report:
+        OUT.mkdir(parents=True, exist_ok=True)
+        prepare(("dl19", "cranfield") if options.quick else tuple(SETS))
+        run(quick_stages() if options.quick else stages(), options.workers)
+    (quick_report if options.quick else report)()
+
+
+def listed() -> None:
+    """Stages whose cells depend on values that are still missing are not listed."""
+    try:
+        for name, cells in stages():
+            cells = list(dict.fromkeys(cells))
+            print(f"{name}: {sum(map(done, cells))} of {len(cells)}")
+    except FileNotFoundError:
+        print("(what comes next depends on the cells above)")
+
+
+if __name__ == "__main__":
+    main()
