@@ -5,7 +5,7 @@
     <root>/<name>/
       lock
       run.json           what was asked for
-      training/          the trained model, its checkpoints and learning curve
+      training/          model/, the learning curve, and checkpoints until the model is there
       evaluation/        table, values per query, plot, runs
       bias-*.json        source bias before and after
     <root>/.cells/       one retriever on one set: run and values, named by what decides them; shared
@@ -388,12 +388,14 @@ def train_here(
 def _dev_evaluator(config: RetrieverConfig, dev: Collection | None) -> Any:
     if dev is None or config.dev is None:
         return None
+    from gradeloom.tasks.collection import read_qrels
     from gradeloom.tasks.evaluate.graded_evaluator import GradedRetrievalEvaluator
 
+    exclude = read_qrels(config.dev.exclude) if config.dev.exclude is not None else None
     return GradedRetrievalEvaluator(
         dev.queries, dev.passages, dev.qrels, name=config.dev.name, measures=config.measures.measures,
         binary_at=config.dev.binary_at, gain_offset=config.dev.gain_offset, pool=config.dev.pool,
-        config=config.encoder,
+        exclude=exclude, depth=config.measures.depth, config=config.encoder, write_csv=False,
     )  # fmt: skip
 
 
