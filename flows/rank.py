@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 
 from gradeloom.flows.options import say
@@ -16,18 +15,16 @@ from gradeloom.flows.retriever import read_material, train_here
 from gradeloom.schemas.errors import GradeloomError
 from gradeloom.schemas.retriever import RetrieverConfig
 from gradeloom.tasks.encoder import load_encoder
-from gradeloom.tasks.run import RunDirectory
 
 
 def main(job: str, folder: str) -> int:
-    """Train as one of the processes; the first one speaks and holds the folder."""
+    """Train as one of the processes; the first one speaks."""
     first = os.environ.get("RANK", "0") == "0"
     config = RetrieverConfig.model_validate_json(Path(job).read_bytes())
     try:
         with Progress(bars=False, quiet=not first) as progress:
             report = following(progress, "train", "steps")
-            with RunDirectory(Path(folder)).locked() if first else nullcontext():
-                train_here(config, read_material(config), Path(folder), load_encoder(config.encoder), report)
+            train_here(config, read_material(config), Path(folder), load_encoder(config.encoder), report)
     except GradeloomError as error:
         if first:
             say(f"gradeloom: error: {error}")

@@ -1,17 +1,23 @@
-"""Training a retriever on graded lists, with sentence-transformers' trainer.
+"""Training a retriever on graded lists, on sentence-transformers' trainer.
 
-<folder>/training.json   what is trained: another training is refused here
-<folder>/checkpoints/    checkpoint-N, whole or not there
-<folder>/curve.json, curve.png
-<folder>/model/          the trained model, last of all
+    <folder>/
+      lock                   held while a process trains here
+      training.json          what decides the trained weights; another training is refused
+      checkpoints/           checkpoint-N, whole; partial/ is being written; gone when the training has ended
+      curve.json, curve.png  loss and dev measures, when the training has ended
+      model/                 the trained model; put in place last: where it is, the training has ended
+
+Started again, a training goes on from its last checkpoint: same step, same data order, same random state.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,17 +25,20 @@ from typing import Any
 
 import orjson
 import torch
+from accelerate.utils import broadcast_object_list  # type: ignore[import-untyped]
+from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.evaluation import SentenceEvaluator
-from torch import nn
+from transformers import set_seed
 
 from gradeloom.schemas.config import content_view
 from gradeloom.schemas.errors import InputError
-from gradeloom.schemas.retriever import LoraConfig, RetrieverConfig
-from gradeloom.tasks.encoder import Encoder, encoder_identity
-from gradeloom.tasks.run import write_whole
+from gradeloom.schemas.retriever import RetrieverConfig, TrainingConfig
+from gradeloom.tasks.encoder import Encoder
+from gradeloom.tasks.run import RunDirectory, write_whole
+from gradeloom.tasks.train.adapt import merge_adapters, prepare_model
 from gradeloom.tasks.train.batches import DistinctQueries, ListCollator, text_limits
 from gradeloom.tasks.train.card import write_card
-from gradeloom.tasks.train.curve import Curve, curve_of, read_curve, write_curve
+from gradeloom.tasks.train.curve import curve_of, read_curve, write_curve
 from gradeloom.tasks.train.graded_qrels import TrainingLists
 from gradeloom.tasks.train.losses import GradedListLoss
 from gradeloom.tasks.train.trainer import (
@@ -41,19 +50,23 @@ from gradeloom.tasks.train.trainer import (
     whole_checkpoints,
 )
 
-MODEL, CHECKPOINTS, TRAINING = "model", "checkpoints", "training.json"
-TIMES = 10
-"""Checkpoints and evaluations of a training, where the configuration does not say."""
+VERSION = 1
+"""Raise it when the same settings and data would train other weights."""
+
+MODEL, CHECKPOINTS, RECIPE = "model", "checkpoints", "training.json"
+PARTS = 10  # of a run: one evaluation and one checkpoint each
+LOGGED = 500  # points of the loss curve, about
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A finished training.
+    """A training that has ended.
 
     Attributes:
-        folder: the model, a sentence-transformers folder.
-        steps: optimiser steps.
-        curve: a row per evaluation: `step`, `loss`, and the dev measures.
+        folder: of the trained model, as sentence-transformers saves it, with its card.
+        steps: of the optimiser.
+        curve: one row per evaluation: `step`, `loss` (mean since the row before; None at step 0) and the
+            dev measures by name. The same is in `curve.json` beside the model.
     """
 
     folder: Path
@@ -71,207 +84,241 @@ def train_retriever(
     facts: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> Trained:
-    """Train in a folder, going on from its last checkpoint; a finished training is only read.
+    """Train in a folder, going on from whatever whole checkpoint is there; a finished training is read back.
 
-    A training that goes on draws the same lists in the same order as one that was never stopped. Under
-    torch.distributed every process calls this with the same arguments; the first one writes. The caller
-    keeps other processes out of the folder.
+    The same call runs in one process (CPU or one GPU) and in each of several that `accelerate launch` or
+    `python -m torch.distributed.run` started; then only the first writes, and all return. With
+    `config.training.gather` (the default) W processes of B queries compute the loss and the data order of
+    one process of W*B queries, except that a last step of an epoch that is not full on all is left out;
+    their random states (dropout) differ.
 
     Args:
-        encoder: the start; its model is changed.
+        encoder: the start; its weights are changed.
         data: the lists.
-        config: `loss` and `training`; `name` and `encoder` for the card.
-        folder: of this training.
-        evaluator: measures the dev set, before the first step and every `eval_steps`.
-        facts: for the card: `data` (identity of every source) and `accounting`.
-        progress: hears (step, steps, loss).
+        config: loss, training and encoder settings are used, and the name on the card.
+        folder: for this training alone.
+        evaluator: run at step 0, every `eval_steps` and at the end; see its `primary_metric`.
+        facts: for the card: `data` (source -> identity), `accounting` (source -> counts).
+        progress: hears (step, steps, last mean loss) after every step.
 
     Raises:
-        InputError: the folder holds another training, the loss is no number any more, or the model or
-            device cannot do what the configuration asks for.
+        InputError: the folder holds another training or another process works there; a setting does not
+            fit model, data or device; the loss is no longer finite.
     """
-    settings, model = config.training, folder / MODEL
-    _same_training(folder, _description(encoder, data, config))
-    if (model / "modules.json").exists():
+    first = os.environ.get("RANK", "0") == "0"
+    with RunDirectory(folder).locked() if first else nullcontext():
+        recipe = _recipe(encoder, data, config)
+        finished = (folder / MODEL).is_dir()
+        _claim(folder, recipe, write=first, finished=finished)
+        if not finished:
+            about = {name: recipe[name] for name in ("start", "processes")}
+            about |= {"lists": len(data.lists), "width": data.width, "data_digest": data.digest}
+            with text_limits(encoder):
+                _train(encoder, data, config, folder, evaluator, {**(facts or {}), **about}, progress)
         curve = read_curve(folder)
-        return Trained(model, curve.steps, curve.rows)
-    transformer: Any = encoder.model[0].model if hasattr(encoder.model[0], "model") else encoder.model
-    _prepare(transformer, settings.freeze_layers, settings.lora)
-    devices = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    devices = max(devices, _launched())
-    steps = _steps(len(data.lists), config, devices)
-    every = settings.eval_steps or max(1, steps // TIMES)
-    cpu = encoder.model.device.type == "cpu"
+    return Trained(folder / MODEL, curve.steps, curve.rows)
+
+
+# --- what is trained, and whether it is the same ------------------------------------------------
+
+
+def _recipe(encoder: Encoder, data: TrainingLists, config: RetrieverConfig) -> dict[str, Any]:
+    """Everything that decides the trained weights."""
+    return {
+        "version": VERSION,
+        "start": weights_digest(encoder.model),
+        "data": data.digest,
+        "encoder": {
+            "query_tokens": encoder.config.query_tokens,
+            "passage_tokens": encoder.config.passage_tokens,
+            "query_prompt": encoder.query_prompt,
+            "passage_prompt": encoder.passage_prompt,
+        },
+        "loss": [content_view(term) for term in config.loss],
+        "training": content_view(config.training),
+        "processes": _processes(),
+    }
+
+
+def _processes() -> int:
+    """Processes that a launcher has started, before any of them has met the others."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def weights_digest(model: SentenceTransformer) -> str:
+    """32 hex digits over names, types, shapes and values of a model's weights."""
+    h = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        h.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        h.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return h.hexdigest()[:32]
+
+
+def _claim(folder: Path, recipe: dict[str, Any], *, write: bool, finished: bool) -> None:
+    """Make the folder this training's own.
+
+    Raises:
+        InputError: it holds another one.
+    """
+    file = folder / RECIPE
+    try:
+        there = orjson.loads(file.read_bytes())
+    except FileNotFoundError:
+        if write:
+            data = orjson.dumps(recipe, option=orjson.OPT_INDENT_2)
+            write_whole(file, lambda temporary: _write_bytes(temporary, data))
+        return
+    except (OSError, ValueError) as error:
+        raise InputError("cannot be read; delete the folder to train again", file=file) from error
+    here = _flat(orjson.loads(orjson.dumps(recipe)))
+    there = _flat(there)
+    different = [
+        f"{name} ({_short(there.get(name))} there, {_short(here.get(name))} here)"
+        for name in {**here, **there}
+        # A finished training may be read by one process, whatever number it took.
+        if here.get(name) != there.get(name) and not (finished and name == "processes")
+    ]
+    if different:
+        raise InputError(
+            f"holds another training; what differs: {', '.join(different)}. Train into another folder, or "
+            "delete this one",
+            file=folder,
+        )
+
+
+def _flat(value: Any, name: str = "") -> dict[str, Any]:
+    """Nested settings as dotted names."""
+    parts: Mapping[str, Any]
+    if isinstance(value, dict):
+        parts = value
+    elif isinstance(value, list) and any(isinstance(part, dict) for part in value):
+        parts = {str(n): part for n, part in enumerate(value)}
+    else:
+        return {name: value}
+    flat: dict[str, Any] = {}
+    for key, part in parts.items():
+        flat |= _flat(part, f"{name}.{key}" if name else key)
+    return flat
+
+
+def _short(value: Any) -> str:
+    text = "none" if value is None else str(value)
+    return text if len(text) <= 24 else f"{text[:8]}…"
+
+
+# --- training -----------------------------------------------------------------------------------
+
+
+def _train(
+    encoder: Encoder,
+    data: TrainingLists,
+    config: RetrieverConfig,
+    folder: Path,
+    evaluator: SentenceEvaluator | None,
+    about: Mapping[str, Any],
+    progress: Progress | None,
+) -> None:
+    """Train from the last whole checkpoint to the end; the first process writes curve and model."""
+    settings = config.training
+    steps = total_steps(len(data.lists), settings, _processes())
+    every = settings.eval_steps or math.ceil(steps / PARTS)
+    trainer = _trainer(encoder, data, config, folder / CHECKPOINTS, steps, every, evaluator, progress)
+    found: tuple[int, str] | None = None
+    if trainer.is_world_process_zero():
+        shutil.rmtree(trainer.partial, ignore_errors=True)  # half-written by a killed process
+        there = whole_checkpoints(trainer.checkpoints)
+        found = (there[-1][0], str(there[-1][1])) if there else None
+    # One process looks, so that all go on from the same.
+    step, checkpoint = broadcast_object_list([found])[0] or (0, None)
+    if checkpoint is None or step < steps:
+        trainer.args.eval_on_start = evaluator is not None and checkpoint is None
+        trainer.train(resume_from_checkpoint=checkpoint)
+    else:  # killed between the last step and the end; transformers would take one more
+        trainer.load(Path(checkpoint))
+    if trainer.is_world_process_zero():
+        measure = getattr(evaluator, "primary_metric", None)
+        curve = curve_of(trainer.state.log_history, steps=steps, every=every, measure=measure)
+        write_curve(folder, curve)
+        merge_adapters(encoder.model)
+        made = trainer.partial / MODEL
+        encoder.model.eval()
+        encoder.model.save_pretrained(str(made), create_model_card=False)
+        write_card(made, encoder, config, curve, about)
+        put_in_place(made, folder / MODEL)
+        shutil.rmtree(trainer.checkpoints)
+    trainer.accelerator.wait_for_everyone()
+
+
+def _trainer(
+    encoder: Encoder,
+    data: TrainingLists,
+    config: RetrieverConfig,
+    checkpoints: Path,
+    steps: int,
+    every: int,
+    evaluator: SentenceEvaluator | None,
+    progress: Progress | None,
+) -> ListTrainer:
+    settings, device = config.training, encoder.model.device
+    if _processes() == 1 and device.type == "cuda" and device.index not in (None, 0):
+        raise InputError(
+            f"training takes the first GPU that it sees, not {device}; choose by CUDA_VISIBLE_DEVICES",
+            field="encoder.device",
+        )
     args = training_arguments(
-        output_dir=str(folder / CHECKPOINTS / PARTIAL),
+        output_dir=str(checkpoints / PARTIAL),
+        use_cpu=device.type == "cpu",
+        dataloader_pin_memory=device.type == "cuda",
         per_device_train_batch_size=settings.batch_size,
-        num_train_epochs=settings.epochs,
         max_steps=steps,
         learning_rate=settings.learning_rate,
         warmup_steps=math.ceil(settings.warmup * steps),
         weight_decay=settings.weight_decay,
         bf16=settings.precision == "bf16",
         fp16=settings.precision == "fp16",
-        use_cpu=cpu,
         seed=settings.seed,
-        save_strategy="steps",
-        save_steps=settings.save_steps or max(1, steps // TIMES),
+        batch_sampler=partial(DistinctQueries, devices=_processes()),
+        dataloader_drop_last=_processes() > 1,
+        # `prepare_model` freezes what has no gradient, so that nobody need look for it in every step.
+        ddp_find_unused_parameters=False,
+        logging_steps=max(1, steps // LOGGED),
         eval_strategy="no" if evaluator is None else "steps",
         eval_steps=every,
-        eval_on_start=evaluator is not None,
-        logging_steps=max(1, steps // 100),
-        batch_sampler=partial(DistinctQueries, devices=devices),
-        ddp_find_unused_parameters=False,
+        save_strategy="steps",
+        save_steps=settings.save_steps or math.ceil(steps / PARTS),
     )
-    with text_limits(encoder):
-        trainer = ListTrainer(
-            keep=settings.keep_checkpoints,
-            progress=progress,
-            model=encoder.model,
-            args=args,
-            train_dataset=data.dataset(),
-            loss=GradedListLoss(encoder.model, config.loss, chunk=settings.chunk, gather=settings.gather),
-            data_collator=ListCollator(encoder, data.width),
-            evaluator=evaluator,
-        )
-        checkpoints = whole_checkpoints(folder / CHECKPOINTS)
-        trainer.train(resume_from_checkpoint=str(checkpoints[-1][1]) if checkpoints else None)
-    measure = None if evaluator is None else evaluator.primary_metric
-    curve = curve_of(trainer.state.log_history, steps=steps, every=every, measure=measure)
-    if trainer.is_world_process_zero():
-        if settings.lora is not None:
-            _merge_adapters(transformer)
-        _finish(encoder, config, folder, curve, facts or {})
-    trainer.accelerator.wait_for_everyone()
-    return Trained(model, steps, curve.rows)
+    set_seed(settings.seed)  # before adapters get weights
+    prepare_model(encoder.model, settings)
+    return ListTrainer(
+        keep=settings.keep_checkpoints,
+        progress=progress,
+        model=encoder.model,
+        args=args,
+        train_dataset=data.dataset(),
+        evaluator=evaluator,
+        data_collator=ListCollator(encoder, data.width),
+        loss=GradedListLoss(encoder.model, config.loss, chunk=settings.chunk, gather=settings.gather),
+    )
 
 
-def _launched() -> int:
-    """Processes that a launcher has started, before any of them has met the others."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+def total_steps(lists: int, training: TrainingConfig, processes: int = 1) -> int:
+    """Optimiser steps of a training: `max_steps`, else `epochs` times the batches of one.
 
-
-def _steps(lists: int, config: RetrieverConfig, devices: int) -> int:
-    settings = config.training
-    per_epoch = math.ceil(lists / (settings.batch_size * devices))
-    return settings.max_steps or math.ceil(per_epoch * settings.epochs)
-
-
-# --- the same training ----------------------------------------------------------------------
-
-
-def _description(encoder: Encoder, data: TrainingLists, config: RetrieverConfig) -> dict[str, Any]:
-    """Everything that decides the trained model."""
-    start = content_view(config.encoder) | {"model": encoder_identity(config.encoder), "revision": None}
-    return {
-        "encoder": start,
-        "data": data.digest,
-        "loss": [content_view(term) for term in config.loss],
-        "training": content_view(config.training),
-    }
-
-
-def _same_training(folder: Path, description: dict[str, Any]) -> None:
-    """Refuses a folder that holds another training, and marks one that holds none.
+    An epoch's last batch may be smaller; with several processes it is left out.
 
     Raises:
-        InputError: it does; the message says what differs.
+        InputError: fewer lists than the processes need for one step.
     """
-    path = folder / TRAINING
-    told = orjson.dumps(description, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS)
-    if path.exists():
-        try:
-            before = orjson.loads(path.read_bytes())
-        except orjson.JSONDecodeError as error:
-            raise InputError("is damaged; delete the folder", file=path) from error
-        differing = [name for name, value in orjson.loads(told).items() if before.get(name) != value]
-        if differing:
-            raise InputError(
-                f"holds a training with other settings ({', '.join(differing)}); take another folder, or "
-                "delete this one",
-                file=folder,
-            )
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(path, lambda temporary: _write_bytes(temporary, told))
+    queries = training.batch_size * processes
+    if lists < 1 or (processes > 1 and lists < queries):
+        raise InputError(
+            f"{lists} lists to train on; expected at least {queries if processes > 1 else 1}: one per query "
+            "of a step",
+            field="data",
+        )
+    per_epoch = lists // queries if processes > 1 else math.ceil(lists / queries)
+    return training.max_steps or math.ceil(training.epochs * per_epoch)
 
 
 def _write_bytes(path: Path, data: bytes) -> None:
     path.write_bytes(data)
-
-
-# --- the model ------------------------------------------------------------------------------
-
-
-def _prepare(transformer: Any, freeze: int, lora: LoraConfig | None) -> None:
-    """Fixes what is not trained and adds adapters.
-
-    Raises:
-        InputError: the model has no such layers or modules.
-    """
-    pooler = getattr(transformer, "pooler", None)
-    if isinstance(pooler, nn.Module):
-        pooler.requires_grad_(False)  # BERT's own head; sentence embeddings do not pass through it
-    if freeze:
-        layers = _layers(transformer)
-        if freeze > len(layers):
-            raise InputError(
-                f"the model has {len(layers)} layers, {freeze} cannot be left as they are",
-                field="training.freeze_layers",
-            )
-        lowest: Any = getattr(transformer, "embeddings", None) or transformer.get_input_embeddings()
-        for module in (lowest, *layers[:freeze]):
-            module.requires_grad_(False)
-    if lora is not None:
-        from peft import LoraConfig as PeftLora
-        from peft import inject_adapter_in_model
-
-        adapter = PeftLora(
-            r=lora.rank,
-            lora_alpha=lora.alpha,
-            lora_dropout=lora.dropout,
-            target_modules=list(lora.target_modules) if lora.target_modules else "all-linear",
-        )
-        try:
-            inject_adapter_in_model(adapter, transformer)
-        except ValueError as error:
-            raise InputError(str(error).splitlines()[0], field="training.lora.target_modules") from error
-        for name, parameter in transformer.named_parameters():
-            parameter.requires_grad_("lora_" in name and not name.startswith("pooler"))
-
-
-def _layers(transformer: Any) -> list[nn.Module]:
-    count = getattr(getattr(transformer, "config", None), "num_hidden_layers", None)
-    for module in transformer.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return list(module)
-    raise InputError(
-        "this model's layers cannot be told apart, so none can be left as they are",
-        field="training.freeze_layers",
-    )
-
-
-def _merge_adapters(transformer: Any) -> None:
-    """The adapters' part goes into the weights: the model is then like any other."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    for name, module in list(transformer.named_modules()):
-        if isinstance(module, BaseTunerLayer):
-            module.merge()
-            parent, _, own = name.rpartition(".")
-            setattr(transformer.get_submodule(parent), own, module.get_base_layer())
-
-
-def _finish(
-    encoder: Encoder, config: RetrieverConfig, folder: Path, curve: Curve, facts: Mapping[str, Any]
-) -> None:
-    """Writes curve, model and card; the checkpoints are needed no more."""
-    write_curve(folder, curve)
-    made = folder / CHECKPOINTS / PARTIAL / MODEL
-    if made.exists():
-        shutil.rmtree(made)
-    encoder.model.eval()
-    encoder.model.save_pretrained(str(made), create_model_card=False)
-    write_card(made, config, facts, curve)
-    put_in_place(made, folder / MODEL)
-    shutil.rmtree(folder / CHECKPOINTS)

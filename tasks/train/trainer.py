@@ -15,6 +15,7 @@ from sentence_transformers import SentenceTransformerTrainer
 from sentence_transformers.sentence_transformer.model_card import SentenceTransformerModelCardCallback
 from sentence_transformers.sentence_transformer.training_args import SentenceTransformerTrainingArguments
 from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from gradeloom.schemas.errors import InputError
@@ -68,6 +69,11 @@ class ListTrainer(SentenceTransformerTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         load_model(self.model if model is None else model, str(Path(resume_from_checkpoint) / WEIGHTS))
+
+    def load(self, checkpoint: Path) -> None:
+        """Take over the weights and the history of a checkpoint."""
+        self._load_from_checkpoint(str(checkpoint))
+        self.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
