@@ -51,6 +51,7 @@ PER_QUERY: pa.Schema = pa.schema(
 
 _NAME = re.compile(r"\w[\w.+-]{0,99}")  # set and retriever become a file's name
 _PLOTTED = "nDCG@10"
+_ENTRIES = frozenset({"results.json", "per_query.parquet", "plot.png", "runs"})
 
 
 @dataclass(frozen=True)
@@ -355,7 +356,7 @@ def _comparisons(
 
 
 def _escaped(text: str) -> str:
-    return re.sub(r"[\\`*_|<>&\[\]$]", lambda found: "\\" + found[0], text).replace("\n", " ")
+    return re.sub(r"[\\`*_|<>&\[\]$~]", lambda found: "\\" + found[0], text).replace("\n", " ")
 
 
 def _once(names: Iterable[str]) -> list[str]:
@@ -376,7 +377,7 @@ def _write(result: Evaluation, folder: Path) -> None:
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     replaced = folder.with_name(f".{folder.name}.{os.getpid()}.replaced.tmp")
     try:
-        if folder.exists() and not (folder / "results.json").exists() and any(folder.iterdir()):
+        if folder.exists() and not _replaceable({path.name for path in folder.iterdir()}):
             raise InputError("holds something that is no evaluation; name another folder", file=folder)
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
@@ -384,13 +385,23 @@ def _write(result: Evaluation, folder: Path) -> None:
         _make_last(temporary)
         if folder.exists():
             folder.rename(replaced)
-        temporary.rename(folder)
+        try:
+            temporary.rename(folder)
+        except OSError:
+            if replaced.exists():
+                replaced.rename(folder)
+            raise
         sync_folder(folder.parent)
     except OSError as error:
         raise InputError(f"cannot write: {error.strerror or error}", file=folder) from error
     finally:
         for leftover in (temporary, replaced):
             shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _replaceable(names: set[str]) -> bool:
+    """Whether a folder that holds these is empty, or an evaluation and nothing beside it."""
+    return not names or {"results.json", "per_query.parquet"} <= names <= _ENTRIES
 
 
 def _fill(result: Evaluation, folder: Path) -> None:
