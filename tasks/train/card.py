@@ -121,6 +121,8 @@ def _ours(
     settings |= {name: value for name, value in content_view(config.training).items() if name != "lora"}
     if config.training.lora is not None:
         settings |= {f"lora {name}": value for name, value in content_view(config.training.lora).items()}
+    if settings["max_steps"] is not None:
+        del settings["epochs"]  # did not count
     return {
         "title": escaped(config.name),
         "start": _start(config.encoder.model, facts.get("start")),

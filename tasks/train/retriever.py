@@ -113,8 +113,7 @@ def train_retriever(
         if not finished:
             about = {name: recipe[name] for name in ("start", "processes")}
             about |= {"lists": len(data.lists), "width": data.width, "data_digest": data.digest}
-            with text_limits(encoder):
-                _train(encoder, data, config, folder, evaluator, {**(facts or {}), **about}, progress)
+            _train(encoder, data, config, folder, evaluator, {**(facts or {}), **about}, progress)
         curve = read_curve(folder)
     return Trained(folder / MODEL, curve.steps, curve.rows)
 
@@ -232,16 +231,17 @@ def _train(
     step, checkpoint = broadcast_object_list([found])[0] or (0, None)
     if checkpoint is None or step < steps:
         trainer.args.eval_on_start = evaluator is not None and checkpoint is None
-        trainer.train(resume_from_checkpoint=checkpoint)
+        with text_limits(encoder):
+            trainer.train(resume_from_checkpoint=checkpoint)
     else:  # killed between the last step and the end; transformers would take one more
         trainer.load(Path(checkpoint))
     if trainer.is_world_process_zero():
         measure = getattr(evaluator, "primary_metric", None)
         curve = curve_of(trainer.state.log_history, steps=steps, every=every, measure=measure)
         write_curve(folder, curve)
+        encoder.model.eval()
         merge_adapters(encoder.model)
         made = trainer.partial / MODEL
-        encoder.model.eval()
         encoder.model.save_pretrained(str(made), create_model_card=False)
         write_card(made, encoder, config, curve, about)
         put_in_place(made, folder / MODEL)
