@@ -5,12 +5,13 @@ PYTHON ?= python3
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo test test-long lint types format clean
+.PHONY: help setup model demo test test-long bench-retriever lint types format clean
 
 help:
 	@echo 'make demo       set up, then a small release out of a real language model'
 	@echo 'make test       set up, then the whole test suite, the real engine included'
 	@echo 'make test-long  the long proofs: kills at every point and at random moments, full disks'
+	@echo 'make bench-retriever  which loss trains better retrievers: hours; BENCH_ARGS=--quick: less'
 	@echo 'make setup      the two environments and the bundled model, nothing else'
 	@echo 'make lint types format clean'
 
@@ -56,6 +57,10 @@ test: setup
 
 test-long: setup
 	.venv/bin/pytest -m long --timeout 3600 $(PYTEST_ARGS)
+
+# Resumable, cell by cell: started again it goes on where it was.
+bench-retriever: setup
+	.venv/bin/python bench/retriever.py $(BENCH_ARGS)
 
 lint: .venv/.ready
 	.venv/bin/ruff check .

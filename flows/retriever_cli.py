@@ -82,7 +82,7 @@ def evaluate(
 
 
 @retriever.command("mine")
-@_options("a file of yours", "--set count=4, --set out=FILE.parquet")
+@_options("retriever-mine", "--set count=4, --set out=FILE.parquet")
 @quiet_option
 @json_option
 def mine(config_name: str, sets: tuple[str, ...], quiet: bool, as_json: bool) -> int:

@@ -14,6 +14,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
+
+from gradeloom.schemas.retriever import RetrieverConfig
 
 ROOT = Path(__file__).parent.parent
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -29,6 +32,8 @@ ADDED = {
     "gradeloom graded preview --config my-run.yaml --limit 3": FAULT,
     "gradeloom graded run --config my-run.yaml": f"--limit 40 --set run.target=20 {FAULT}",
     "gradeloom graded run --config graded-demo": f"--limit 6 --set filters=[] {FAULT}",
+    "gradeloom retriever train --config retriever-demo": "--set training.max_steps=2",
+    "gradeloom retriever probe --config retriever-demo --release my-domain": "--set training.max_steps=1",
 }
 """Command -> what the test adds to it."""
 
@@ -43,7 +48,7 @@ def commands(doc: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the README's configuration, queries, and the demo's release by a stand-in."""
+    """A folder with the README's configuration, queries, and two releases by a stand-in."""
     folder = tmp_path_factory.mktemp("docs")
     readme = (ROOT / "README.md").read_text()
     (example,) = re.findall(r"^```yaml\n(.*?)^```", readme, flags=re.MULTILINE | re.DOTALL)
@@ -51,6 +56,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     queries = [f'{{"_id": "{n}", "text": "what is the boiling point of substance {n}"}}\n' for n in range(60)]
     (folder / "queries.jsonl").write_text("".join(queries))
     run(folder, f"gradeloom graded run --config graded-demo --limit 6 {FAULT} --set filters=[]")
+    mine = "gradeloom graded run --config my-run.yaml"
+    run(folder, f"{mine} {ADDED[mine]}")
     return folder
 
 
@@ -59,6 +66,7 @@ def run(folder: Path, command: str) -> str:
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "GRADELOOM_HOME": str(folder / ".gradeloom"),
+        "OMP_NUM_THREADS": "1",
     }
     environment.pop("PREFECT_API_URL", None)
     ran = subprocess.run(
@@ -76,6 +84,24 @@ def test_the_commands_work_in_the_order_they_stand(doc: Path, workplace: Path) -
         if command.startswith("gradeloom release export"):
             subprocess.run(["rm", "-rf", str(workplace / shlex.split(command)[-1])], check=True)
         run(workplace, f"{command} {ADDED.get(command, '')}")
+
+
+def blocks(doc: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", doc.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def test_the_code_for_sentence_transformers_says_what_it_is_said_to_say(workplace: Path) -> None:
+    (code,) = blocks(ROOT / "docs" / "retriever.md", "python")
+    train = "gradeloom retriever train --config retriever-demo"
+    run(workplace, f"{train} {ADDED[train]}")
+    (workplace / "example.py").write_text(code)
+    (said,) = re.findall(r"print\(.*\)  # (.*)", code)
+    assert run(workplace, "python example.py").splitlines()[-1] == said
+
+
+def test_the_settings_for_retrievers_are_settings() -> None:
+    (example,) = blocks(ROOT / "docs" / "retriever.md", "yaml")
+    assert len(RetrieverConfig.model_validate({"name": "example", **yaml.safe_load(example)}).data) == 2
 
 
 def test_there_are_commands_and_nothing_stale_is_added() -> None:
