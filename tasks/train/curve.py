@@ -105,7 +105,8 @@ def read_curve(folder: Path) -> Curve:
     try:
         facts = orjson.loads(file.read_bytes())
         losses = [(int(step), float(loss)) for step, loss in facts["losses"]]
-        return Curve(facts["steps"], facts["measure"], facts["curve"], losses)
+        rows = [{**row, "step": int(row["step"])} for row in facts["curve"]]
+        return Curve(int(facts["steps"]), facts["measure"], rows, losses)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError("the learning curve is missing or damaged; delete the folder", file=file) from error
 
