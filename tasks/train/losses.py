@@ -2,8 +2,9 @@
 
 All functions take logits Z (B, N), the scores of B queries against N passages, and labels: (B, N), or
 (B, K) with N = B * K, where query i's own passages are the columns i*K .. i*K+K-1 and every other query's
-passage has label 0. A mask (B, N) says what takes part; a label that is NaN takes no part. They return one
-scalar, computed in float32 or better.
+passage has label 0. A mask (B, N) says what takes part. A label that is NaN takes no part: of (B, N) labels
+that entry, of (B, K) labels that passage, for any query. A query without anything that takes part counts
+for nothing. They return one scalar, in float32 or better.
 
 The sources are "Beyond Contrastive Learning: Synthetic Data Enables List-wise Training with Multiple
 Levels of Relevance" (SyCL, EMNLP 2025, arXiv 2503.23239) and what follows from its loss, below.
@@ -12,28 +13,25 @@ Levels of Relevance" (SyCL, EMNLP 2025, arXiv 2503.23239) and what follows from 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from hashlib import blake2b
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.base.losses.gradcache import CachedLossMixin
+from sentence_transformers.base.losses.gradcache import CachedLossMixin, has_static_embedding_input
 from sentence_transformers.sentence_transformer.modules import Normalize
 from sentence_transformers.util import all_gather
 from torch import Tensor, nn
 
+from gradeloom.schemas.errors import InputError
 from gradeloom.schemas.retriever import LossTerm
+from gradeloom.tasks.train.in_batch import own_lists, taking_part, text_digests
 
 SMALLEST_SINGULAR = 1e-7
 """Singular values below this share of the largest get zero subgradient."""
 
 # --- the distributions ----------------------------------------------------------------------
-
-
-def own_lists(queries: int, passages: int, device: torch.device | None = None) -> Tensor:
-    """Which of N passages are a query's own: (B, N), true on the diagonal blocks of K = N / B."""
-    return torch.eye(queries, dtype=torch.bool, device=device).repeat_interleave(passages // queries, dim=1)
 
 
 def expanded(labels: Tensor, passages: int) -> Tensor:
@@ -83,28 +81,73 @@ def targets(
         mask: (B, N).
         label_temperature: tau.
         target_mass: takes tau's place: per row, tau is such that the passages of the highest grade have
-            this mass together, or as near to it as a tau in 1e-3 .. 1e3 brings them.
+            this mass together. Where they have more even with equal targets (tau without bound), those.
     """
     if target_mass is None:
         return softmax(labels / label_temperature, mask)
-    low = torch.full((len(labels), 1), -3.0, dtype=labels.dtype, device=labels.device)  # of log10(tau)
-    high = -low
-    top = labels == labels.masked_fill(~mask, -torch.inf).amax(1, keepdim=True)
-    for _ in range(50):
-        middle = (low + high) / 2
-        mass = (softmax(labels / 10**middle, mask) * top).sum(1, keepdim=True)
-        sharp = mass > target_mass
-        low, high = torch.where(sharp, middle, low), torch.where(sharp, high, middle)
-    return softmax(labels / 10 ** ((low + high) / 2), mask)
+    return softmax(labels * _sharpness(labels, mask, target_mass), mask)
 
 
-def _prepared(logits: Tensor, labels: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits, labels (B, N) and mask (B, N), in float32 or better, labels without NaN."""
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    logits = logits.to(dtype)
-    labels = expanded(labels.to(logits), logits.shape[1])
+def _sharpness(labels: Tensor, mask: Tensor, mass: float) -> Tensor:
+    """1 / tau >= 0, (B, 1), that gives the n passages of a row's highest grade together this mass.
+
+    With gaps g to the highest grade that is where log sum e^(-g / tau) over the others is
+    log (n (1 - mass) / mass). The left side is convex in 1 / tau and falls, so that Newton's steps from 0
+    never go too far.
+    """
+    gaps = labels.masked_fill(~mask, -torch.inf).amax(1, keepdim=True) - labels
+    rest = mask & (gaps > 0)
+    count = (mask & (gaps == 0)).sum(1, keepdim=True)
+    wanted = (count * (1 - mass) / mass).to(labels.dtype).log()
+    sharpness = torch.zeros_like(wanted)
+    for _ in range(100):
+        exponents = (-sharpness * gaps).masked_fill(~rest, -torch.inf)
+        slope = (softmax(exponents, rest) * gaps.masked_fill(~rest, 0.0)).sum(1, keepdim=True)
+        step = (exponents.logsumexp(1, keepdim=True) - wanted) / slope
+        step = torch.where(rest.any(1, keepdim=True), step, torch.zeros_like(step))
+        before, sharpness = sharpness, (sharpness + step).clamp(min=0)
+        if bool(((sharpness - before).abs() <= 1e-6 * sharpness).all()):
+            break
+    return sharpness
+
+
+def _prepared(
+    logits: Tensor, labels: Tensor, mask: Tensor | None, *, own: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits, labels and mask (B', N), in float32 or better, of the B' queries for which anything takes part.
+
+    Args:
+        logits: (B, N).
+        labels: (B, N) or (B, K).
+        mask: (B, N) or None.
+        own: with labels (B, K), only a query's own passages take part.
+    """
+    queries, passages = logits.shape
+    if mask is not None and mask.shape != logits.shape:
+        raise ValueError(
+            f"mask {tuple(mask.shape)} for logits {tuple(logits.shape)}: expected the same shape"
+        )
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    labels = labels.to(logits)
     there = ~labels.isnan()
-    return logits, labels.nan_to_num(0.0), there if mask is None else there & mask.to(there.device)
+    if labels.shape[1] != passages:
+        labels = expanded(labels, passages)
+        there = there.flatten() & there.any(1, keepdim=True)
+        if own:
+            there = there & own_lists(queries, passages, logits.device)
+    if mask is not None:
+        there = there & mask.to(there.device, torch.bool)
+    logits = logits.masked_fill(~there, 0.0)  # whatever stands there, also NaN
+    labels = labels.masked_fill(~there, 0.0)
+    rows = there.any(1)
+    if bool(rows.all()) or not bool(rows.any()):  # in the latter case every distribution is 0 everywhere
+        return logits, labels, there
+    return logits[rows], labels[rows], there[rows]
+
+
+def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Mixed precision multiplies matrices in 16 bits; at a temperature of .05 that is an error of .05."""
+    return torch.autocast(device.type, enabled=False)
 
 
 # --- the losses -----------------------------------------------------------------------------
@@ -126,11 +169,14 @@ def gaussian_wasserstein(
         L = |mean P - mean Q|^2 + tr Cov P + tr Cov Q - 2 tr (Cov P . Cov Q)^(1/2)
 
     with unbiased covariances. The last trace is the nuclear norm of A = Pc Qc^T / (B - 1), Pc and Qc being
-    P and Q less their means, so the singular values of a (B, B) matrix are all it takes. It follows that
-    L = |mean P - mean Q|^2 + min over orthogonal R of |Pc - R Qc|^2 / (B - 1): the match is up to a rotation
-    *across queries*, and rows of P that change places leave L as it is (for B = 4 scored perfectly, L is 0
-    before and after). The loss needs a retriever that knows right lists from wrong ones already. `aligned`
-    is the same with R = identity. B = 1 gives |p - q|^2.
+    P and Q less their means, so the singular values of a (B, B) matrix are all it takes. With A = U S V^T and
+    R = U V^T the gradient with respect to Pc is 2 (Pc - R Qc) / (B - 1); singular values of (nearly) 0 add
+    nothing to R.
+
+    It follows that L = |mean P - mean Q|^2 + min over orthogonal R of |Pc - R Qc|^2 / (B - 1): the match is
+    up to a rotation *across queries*, and rows of P that change places leave L as it is (for B = 4 scored
+    perfectly, L is 0 before and after). The loss needs a retriever that knows right lists from wrong ones
+    already. `aligned` is the same with R = identity. B = 1 gives |p - q|^2.
 
     Source: SyCL (arXiv 2503.23239), section 3; the reference takes eigenvalues of A A^T instead.
 
@@ -146,11 +192,16 @@ def gaussian_wasserstein(
         A scalar >= 0 (up to rounding), with finite gradients for every B >= 1.
     """
     p, q = _distributions(logits, labels, temperature, label_temperature, mask, target_mass)
-    mean, p, q, divisor = _centred(p, q)
-    singular = torch.linalg.svdvals(p @ q.T)
+    # In float32 the singular values of repeated rows come out above 1e-7 of the largest, and what belongs to
+    # them is noise: a tenth of the gradient at B = 64 with three different rows.
+    wide = p.dtype if p.device.type == "mps" else torch.float64
+    mean, pc, qc, divisor = _centred(p.to(wide), q.to(wide))
+    with _no_autocast(p.device):
+        # A loss that is not a number is for the trainer to see, not for the decomposition to fail on.
+        singular = torch.linalg.svdvals((pc @ qc.T).nan_to_num())
     nuclear = singular[singular > SMALLEST_SINGULAR * singular.amax()].sum()
-    loss: Tensor = mean + (p.square().sum() + q.square().sum() - 2 * nuclear) / divisor
-    return loss
+    loss: Tensor = mean + (pc.square().sum() + qc.square().sum() - 2 * nuclear) / divisor
+    return loss.to(p.dtype)
 
 
 def aligned(
@@ -166,8 +217,10 @@ def aligned(
 
         L = |mean P - mean Q|^2 + |Pc - Qc|^2 / (B - 1)
 
-    the row-wise squared error of the two distributions; never below `gaussian_wasserstein`, and equal to
-    it where Pc Qc^T is symmetric and has no negative eigenvalue. Arguments as there.
+    the row-wise squared error of the two distributions: for large B the mean over queries of |p - q|^2,
+    exactly (sum over queries of |p - q|^2 - |mean P - mean Q|^2) / (B - 1). Never below
+    `gaussian_wasserstein`, and equal to it where Pc Qc^T is symmetric without negative eigenvalues. B = 1
+    gives |p - q|^2. Arguments as there.
     """
     p, q = _distributions(logits, labels, temperature, label_temperature, mask, target_mass)
     mean, p, q, divisor = _centred(p, q)
@@ -201,6 +254,7 @@ def ordinal(
     *,
     power: float = 2.0,
     target_mass: float | None = None,
+    whole_batch: bool = False,
 ) -> Tensor:
     """Wasserstein distance of each query's own distributions over the grades, on the line of the grades.
 
@@ -214,14 +268,18 @@ def ordinal(
 
     Args:
         logits: (B, N), or (B, K) for lists alone.
-        labels: (B, N) or (B, K).
+        labels: (B, K); or as the logits, then a row is a list.
         temperature: T.
         label_temperature: tau.
-        mask: what takes part; `own_lists` leaves other queries' passages out.
+        mask: as the logits, what takes part.
         power: r >= 1.
         target_mass: see `targets`.
+        whole_batch: both softmaxes are over the whole batch: other queries' passages belong to every list,
+            with grade 0.
     """
-    logits, labels, mask = _prepared(logits, labels, mask)
+    if power < 1:
+        raise ValueError(f"power {power}: expected 1 or more")
+    logits, labels, mask = _prepared(logits, labels, mask, own=not whole_batch)
     p = softmax(logits / temperature, mask)
     q = targets(labels, mask, label_temperature, target_mass)
     filled = labels.masked_fill(~mask, torch.inf)  # what takes no part comes last and has no mass
@@ -271,15 +329,16 @@ def infonce(
         labels: (B, N) or (B, K).
         temperature: T.
         mask: (B, N).
-        positives: `grade`, labels >= positive_grade; `top`, those of a row's highest label above 0.
+        positives: `grade`, labels >= positive_grade; `top`, a row's highest. Never a label of 0 or less: 0 is
+            what other queries' passages have.
         positive_grade: see there.
     """
     logits, labels, mask = _prepared(logits, labels, mask)
     if positives == "top":
-        top = labels.masked_fill(~mask, -torch.inf).amax(1, keepdim=True)
-        positive = mask & (labels == top) & (labels > 0)
+        chosen = labels == labels.masked_fill(~mask, -torch.inf).amax(1, keepdim=True)
     else:
-        positive = mask & (labels >= positive_grade)
+        chosen = labels >= positive_grade
+    positive = mask & chosen & (labels > 0)
     scaled = logits / temperature
     lowest = torch.finfo(scaled.dtype).min
     negatives = scaled.masked_fill(~mask | positive, lowest).logsumexp(1, keepdim=True)
@@ -298,14 +357,17 @@ def weighted_loss(
     """The weighted sum of several losses, as a configuration names them.
 
     Args:
-        logits: (B, N), N = B * K.
+        logits: (B, N), N = B * K, query i's own passages being i*K .. i*K+K-1.
         labels: (B, K) or (B, N).
         terms: kinds with weights and settings.
         mask: (B, N).
         normalised: the logits are cosines; then a term without temperature takes 0.05, else 1.
     """
+    queries, passages = logits.shape
+    if passages % queries:
+        raise ValueError(f"{passages} passages for {queries} queries: expected K for each")
     total = logits.new_zeros((), dtype=torch.promote_types(logits.dtype, torch.float32))
-    own = own_lists(len(logits), logits.shape[1], logits.device)
+    own = own_lists(queries, passages, logits.device)
     for term in terms:
         temperature = term.temperature or (0.05 if normalised else 1.0)
         inside = term.in_batch or ("masked" if term.kind == "ordinal" else "zero")
@@ -320,7 +382,9 @@ def weighted_loss(
                 positives=term.positives, positive_grade=term.positive_grade,
             )  # fmt: skip
         elif term.kind == "ordinal":
-            value = ordinal(logits, labels, temperature, mask=taking, power=term.power, **to_labels)
+            value = ordinal(
+                logits, labels, temperature, mask=taking, power=term.power, whole_batch=True, **to_labels
+            )  # what `taking` lets in
         else:
             function = {"gaussian": gaussian_wasserstein, "aligned": aligned, "kl": kl}[term.kind]
             value = function(logits, labels, temperature, mask=taking, **to_labels)
@@ -335,9 +399,8 @@ class GradedListLoss(CachedLossMixin, nn.Module):
     """Trains a sentence-transformers model on queries with K graded passages each.
 
     The data set's columns are a query, K passages, and a label that is a list of K numbers; NaN for a
-    passage that is absent. Of a batch, absent passages take no part for any query, and what is the same
-    text as one of a query's own passages, or belongs to the same query standing twice, is no other query's
-    passage to it.
+    passage that is absent. Who is another query's passage to whom is said by `taking_part`: absent passages
+    and texts that are known to the query are not, and a text that stands in the batch twice is so once.
 
     Args:
         model: its similarity (cosine or dot) gives the logits.
@@ -345,7 +408,10 @@ class GradedListLoss(CachedLossMixin, nn.Module):
         chunk: embed so many texts at once and cache the gradients of the embeddings (GradCache, Gao et al.
             2021), so that the batch is bound by the embeddings' memory alone; equal to not doing so.
         gather: under torch.distributed, one loss over the queries of all devices. Its gradient is scaled for
-            the averaging that DistributedDataParallel does.
+            the averaging that DistributedDataParallel does. All devices need batches of one size.
+
+    Raises:
+        InputError: the model scores by something else, or `chunk` is asked of one that cannot be chunked.
     """
 
     def __init__(
@@ -357,6 +423,12 @@ class GradedListLoss(CachedLossMixin, nn.Module):
         gather: bool = False,
     ) -> None:
         super().__init__()
+        if model.similarity_fn_name not in ("cosine", "dot"):
+            raise InputError(
+                f"the model scores by {model.similarity_fn_name}; expected cosine or dot product"
+            )
+        if chunk is not None and has_static_embedding_input(model):
+            raise InputError("a batch of static embeddings cannot be cut into chunks", field="training.chunk")
         self.model = model
         self.terms = tuple(terms)
         self.chunk = chunk
@@ -382,7 +454,10 @@ class GradedListLoss(CachedLossMixin, nn.Module):
                 f"labels of shape {tuple(labels.shape)} for {len(features) - 1} passage columns: expected "
                 "one list of numbers a query, a number for every passage column"
             )
-        texts = torch.stack([_digests(feature) for feature in features], dim=1)  # (B, 1 + K)
+        # Before the model sees them, which may change them.
+        texts = torch.stack(
+            [text_digests(feature, column) for column, feature in enumerate(features)], dim=1
+        )  # (B, 1 + K)
         if self.chunk is not None:
             said: Any = (labels, texts)  # handed on to calculate_loss as it is
             return self.forward_cached(features, said)
@@ -412,7 +487,8 @@ class GradedListLoss(CachedLossMixin, nn.Module):
             vectors = torch.cat([vectors if rank == here else part for rank, part in enumerate(others)])
         queries, passages = vectors[:, 0], vectors[:, 1:].flatten(0, 1)
         mask = taking_part(labels, texts)
-        loss = weighted_loss(queries @ passages.T, labels, self.terms, mask, normalised=self.normalised)
+        with _no_autocast(vectors.device):
+            loss = weighted_loss(queries @ passages.T, labels, self.terms, mask, normalised=self.normalised)
         # Every device has the gradient on its own embeddings alone; averaging divides their sum.
         return loss + (ranks - 1) * (loss - loss.detach())
 
@@ -427,41 +503,30 @@ class GradedListLoss(CachedLossMixin, nn.Module):
     @property
     def citation(self) -> str:
         """For the model's card."""
-        return """
-@inproceedings{sycl2025,
-    title = "Beyond Contrastive Learning: Synthetic Data Enables List-wise Training
-             with Multiple Levels of Relevance",
-    booktitle = "Proceedings of EMNLP",
+        return SYCL if self.chunk is None else SYCL + GRADCACHE
+
+
+SYCL = """
+@inproceedings{esfandiarpoor-etal-2025-beyond,
+    title = "Beyond Contrastive Learning: Synthetic Data Enables List-wise Training with Multiple Levels of
+             Relevance",
+    author = "Esfandiarpoor, Reza and Zerveas, George and Zhang, Ruochen and Mgonzo, Macton and
+              Eickhoff, Carsten and Bach, Stephen",
+    booktitle = "Findings of the Association for Computational Linguistics: EMNLP 2025",
     year = "2025",
-    url = "https://arxiv.org/abs/2503.23239",
+    url = "https://aclanthology.org/2025.findings-emnlp.1245/",
+    pages = "22860--22882",
 }
 """
-
-
-def taking_part(labels: Tensor, texts: Tensor) -> Tensor:
-    """Which passages of a batch take part for which query: (B, B * K).
-
-    Args:
-        labels: (B, K), NaN for an absent passage.
-        texts: (B, 1 + K) digests of the query's text and of its passages'.
-    """
-    queries, width = labels.shape
-    there = ~labels.isnan()
-    own = own_lists(queries, queries * width, labels.device)
-    passages = texts[:, 1:]
-    known = (passages[:, :, None] == passages.flatten()[None, None, :]) & there[:, :, None]
-    same_query = (texts[:, 0, None] == texts[None, :, 0]).repeat_interleave(width, dim=1)
-    return there.flatten()[None, :] & (own | ~(known.any(1) | same_query))
-
-
-def _digests(feature: dict[str, Tensor]) -> Tensor:
-    """A number for every text of a batch, the same for the same tokens however they are padded."""
-    ids, mask = feature["input_ids"].cpu(), feature["attention_mask"].cpu().bool()
-    numbers = [
-        int.from_bytes(blake2b(row[there].numpy().tobytes(), digest_size=8).digest(), "little", signed=True)
-        for row, there in zip(ids, mask, strict=True)
-    ]
-    return torch.tensor(numbers, dtype=torch.int64, device=feature["input_ids"].device)
+GRADCACHE = """
+@misc{gao2021scaling,
+    title = "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup",
+    author = "Gao, Luyu and Zhang, Yunyi and Han, Jiawei and Callan, Jamie",
+    year = "2021",
+    eprint = "2101.06983",
+    archivePrefix = "arXiv",
+}
+"""
 
 
 def _distributed() -> bool:

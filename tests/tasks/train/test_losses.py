@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradeloom.schemas.retriever import LossTerm
+from gradeloom.tasks.train.in_batch import own_lists
 from gradeloom.tasks.train.losses import (
     aligned,
     expanded,
@@ -21,7 +22,6 @@ from gradeloom.tasks.train.losses import (
     infonce,
     kl,
     ordinal,
-    own_lists,
     softmax,
     targets,
     weighted_loss,
@@ -124,6 +124,26 @@ def test_ordinal_by_hand() -> None:
     assert ordinal(z, graded(1), power=1.0).item() == pytest.approx(expected, abs=1e-12)
 
 
+def test_ordinal_is_of_the_own_list_or_of_the_whole_batch() -> None:
+    """B = 2, K = 2, labels 1, 0, all logits equal, r = 1. Own list: p = (1/2, 1/2), q = (e, 1) / (e + 1), one
+    gap of 1, so |1/2 - 1 / (e + 1)|. Whole batch: three passages of grade 0, so |3/4 - 3 / (e + 3)|.
+    """
+    z, labels = torch.zeros(2, 4, dtype=torch.float64), torch.tensor([[1.0, 0.0]] * 2, dtype=torch.float64)
+    own = ordinal(z, labels, power=1.0).item()
+    assert own == pytest.approx(1 / 2 - 1 / (math.e + 1), abs=1e-12)
+    whole = ordinal(z, labels, power=1.0, whole_batch=True).item()
+    assert whole == pytest.approx(3 / 4 - 3 / (math.e + 3), abs=1e-12)
+    assert ordinal(z, expanded(labels, 4), power=1.0).item() == pytest.approx(whole, abs=1e-12)
+
+
+def test_ordinal_with_real_valued_grades() -> None:
+    """Grades 2.5, 0.5, 0, uniform p: r-th powers of what q lacks below each gap, times gaps of .5 and 2."""
+    grades = torch.tensor([[2.5, 0.5, 0.0]], dtype=torch.float64)
+    q = torch.softmax(grades, 1)[0]
+    expected = (1 / 3 - q[2]) ** 2 * 0.5 + (2 / 3 - q[2] - q[1]) ** 2 * 2
+    assert ordinal(torch.zeros_like(grades), grades).item() == pytest.approx(expected.item(), abs=1e-12)
+
+
 def test_ties_have_no_order() -> None:
     labels = torch.tensor([[1.0, 1.0, 0.0]], dtype=torch.float64)
     one = torch.tensor([[2.0, 0.0, 1.0]], dtype=torch.float64)
@@ -201,6 +221,26 @@ def test_targets_depend_on_the_batch(batch: int, mass: float) -> None:
         assert targets(labels, mask, 0.4)[0, 0].item() == pytest.approx(0.89, abs=5e-3)
 
 
+@given(
+    st.lists(st.lists(st.floats(-1, 4), min_size=1, max_size=6), min_size=1, max_size=4),
+    st.floats(0.05, 0.95),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_highest_grade_gets_the_target_mass(lists: list[list[float]], mass: float) -> None:
+    """Whatever the grades; unless it has more even where all targets are equal."""
+    labels = torch.nn.utils.rnn.pad_sequence(
+        [torch.tensor(one, dtype=torch.float64).mul(100).round() / 100 for one in lists],
+        batch_first=True, padding_value=math.nan,
+    )  # fmt: skip
+    mask = ~labels.isnan()
+    q = targets(labels.nan_to_num(), mask, target_mass=mass)
+    for one, row, there in zip(labels, q, mask, strict=True):
+        top = one[there] == one[there].max()
+        found, least = row[there][top].sum().item(), top.double().mean().item()
+        assert found == pytest.approx(max(mass, least), abs=1e-5)
+        assert row.sum().item() == pytest.approx(1, abs=1e-12)
+
+
 @given(st.integers(2, 6), st.integers(1, 4), st.integers(0, 2**16))
 @settings(max_examples=30, deadline=None)
 def test_gaussian_is_never_above_aligned(queries: int, width: int, seed: int) -> None:
@@ -231,6 +271,61 @@ def test_gradients_are_right(loss: Loss, queries: int, passages: int) -> None:
     z = logits(queries, passages).requires_grad_()
     labels = graded(queries)
     assert torch.autograd.gradcheck(lambda x: loss(x, labels, 0.7), (z,))
+
+
+def test_gradients_of_ragged_weighted_losses_are_right() -> None:
+    z = logits(3, 12).requires_grad_()
+    labels = graded(3)
+    labels[0, 2:] = math.nan
+    mask = torch.ones(3, 12, dtype=torch.bool)
+    mask[1, 8:] = False
+    terms = [
+        LossTerm(kind=kind, in_batch=inside, target_mass=0.6, temperature=0.5)
+        for kind in ("gaussian", "aligned", "ordinal", "kl", "infonce")
+        for inside in ("zero", "masked")
+    ]
+    assert torch.autograd.gradcheck(lambda x: weighted_loss(x, labels, terms, mask), (z,))
+
+
+@pytest.mark.parametrize("different", [3, 63])
+def test_repeated_rows_add_no_noise(different: int) -> None:
+    """64 queries with few different rows of P: A has singular values of 0. Float32 gives the gradient of
+    float64; with A in float32 it would be off by up to a tenth, by rounding above the threshold of 1e-7."""
+    z = logits(different, 256)[torch.arange(64) % different].float()
+    gradients = []
+    for dtype in (torch.float32, torch.float64):
+        x = z.detach().to(dtype, copy=True).requires_grad_()
+        gaussian_wasserstein(x, graded(64), 1.0, 0.4).backward()  # type: ignore[no-untyped-call]
+        assert x.grad is not None
+        gradients.append(x.grad.double())
+    assert (gradients[0] - gradients[1]).norm() < 1e-5 * gradients[1].norm()
+
+
+def test_zero_variance_has_the_gradient_of_the_means() -> None:
+    """All rows of P equal: Pc = 0, whatever rotation; what is left of the gradient is that of `aligned`
+    without its cross term. Here by difference: the loss is |mean P - mean Q|^2 + tr Cov P + tr Cov Q."""
+    x = logits(1, 16).repeat(4, 1).requires_grad_()
+    gaussian_wasserstein(x, graded(4)).backward()  # type: ignore[no-untyped-call]
+    y = x.detach().clone().requires_grad_()
+    q = torch.softmax(expanded(graded(4), 16), 1)
+    (torch.softmax(y, 1).mean(0) - q.mean(0)).square().sum().backward()
+    assert x.grad is not None
+    assert y.grad is not None
+    assert torch.allclose(x.grad, y.grad, atol=1e-12)
+
+
+def test_mixed_precision_does_not_reach_the_losses() -> None:
+    z = logits(4, 16).float()
+    plain = gaussian_wasserstein(z, graded(4)).item()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert gaussian_wasserstein(z, graded(4)).item() == plain
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_loss_that_is_no_number_is_returned_as_such(loss: Loss) -> None:
+    z = logits(2, 8)
+    z[0, 0] = math.nan
+    assert math.isnan(loss(z, graded(2)).item())
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -270,6 +365,32 @@ def test_an_absent_passage_is_as_if_it_were_not_there() -> None:
         assert loss(z, labels).item() == pytest.approx(left, abs=1e-12)
 
 
+@pytest.mark.parametrize("loss", LOSSES)
+def test_an_absent_passage_takes_part_for_no_query(loss: Loss) -> None:
+    """Of labels (B, K): it is no other query's passage either, whatever its logits are."""
+    z, labels = logits(3, 6), GRADES[:2].repeat(3, 1)
+    labels[1, 0] = math.nan
+    mask = torch.ones(3, 6, dtype=torch.bool)
+    mask[:, 2] = False
+    expected = loss(z, GRADES[:2].repeat(3, 1), mask=mask).item()
+    z[:, 2] = math.nan
+    x = z.requires_grad_()
+    found = loss(x, labels)
+    found.backward()
+    assert found.item() == pytest.approx(expected, abs=1e-12)
+    assert x.grad is not None
+    assert x.grad.isfinite().all()
+    assert x.grad[:, 2].abs().max() == 0
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_query_without_passages_counts_for_nothing(loss: Loss) -> None:
+    z, labels = logits(3, 6), GRADES[:2].repeat(3, 1)
+    labels[2] = math.nan
+    assert loss(z, labels).item() == pytest.approx(loss(z[:2, :4], labels[:2]).item(), abs=1e-12)
+    assert loss(z, torch.full_like(labels, math.nan)).item() == 0
+
+
 def test_masked_softmax() -> None:
     mask = torch.tensor([[True, False, True], [False, False, False]])
     found = softmax(torch.tensor([[0.0, 9.0, 0.0], [1.0, 2.0, 3.0]]), mask)
@@ -279,6 +400,23 @@ def test_masked_softmax() -> None:
 def test_labels_that_fit_neither_way() -> None:
     with pytest.raises(ValueError, match=r"labels \(2, 3\) for 8 passages: expected \(2, 8\)"):
         gaussian_wasserstein(logits(2, 8), torch.zeros(2, 3))
+
+
+def test_masks_and_powers_that_do_not_fit() -> None:
+    with pytest.raises(ValueError, match=r"mask \(2, 2\) for logits \(2, 4\)"):
+        kl(logits(2, 4), GRADES[:2].repeat(2, 1), mask=torch.ones(2, 2, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"power 0.5: expected 1 or more"):
+        ordinal(logits(2, 4), GRADES[:2].repeat(2, 1), power=0.5)
+    with pytest.raises(ValueError, match="5 passages for 2 queries"):
+        weighted_loss(logits(2, 5), torch.zeros(2, 5), [LossTerm()])
+
+
+def test_nothing_of_grade_0_is_a_positive() -> None:
+    """Other queries' passages are 0, too."""
+    z, labels = logits(2, 4), torch.tensor([[0.0, -1.0], [1.0, 0.0]])
+    only = infonce(z[1:], torch.tensor([[0.0, 0.0, 1.0, 0.0]]), positive_grade=1.0).item()
+    assert infonce(z, labels, positives="top").item() == pytest.approx(only, abs=1e-12)
+    assert infonce(z, labels, positive_grade=-1.0).item() == pytest.approx(only, abs=1e-12)
 
 
 def test_terms_are_summed_with_their_weights_and_settings() -> None:

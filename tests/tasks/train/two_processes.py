@@ -13,6 +13,8 @@ from gradeloom.tasks.train.losses import GradedListLoss
 
 QUERIES = ["what is thing 1?", "what is thing 2?", "about thing 3", "level thing 4"]
 LABELS = torch.tensor([[3.0, 2, 1, 0]] * 4)
+SHARED_LABELS = torch.tensor([[3.0, 2, 1, 0]] * 3 + [[3.0, 2, 1, torch.nan]])
+CHUNKS = (None, 1)
 TERMS = (LossTerm(kind="gaussian"), LossTerm(kind="infonce", weight=0.5))
 
 
@@ -25,21 +27,32 @@ def features(model: SentenceTransformer, rows: range = range(4)) -> list[dict[st
     return [model.preprocess(column) for column in columns]
 
 
+def shared(model: SentenceTransformer, rows: range = range(4)) -> list[dict[str, Any]]:
+    """With query 0's first passage once more as query 3's second."""
+    columns = features(model, rows)
+    columns[2] = model.preprocess([passages(i)[1] if i != 3 else passages(0)[0] for i in rows])
+    return columns
+
+
 def gradients(model: SentenceTransformer) -> Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-def one_of_two(rank: int, port: int, folder: str, chunk: int | None, out: str) -> None:
+def one_of_two(rank: int, port: int, folder: str, out: str) -> None:
+    """Writes loss and averaged gradients of every kind of chunks."""
+    torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
     )
     model = SentenceTransformer(folder, device="cpu").train(False)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("pooler" not in name)
-    loss = GradedListLoss(model, TERMS, chunk=chunk, gather=True)
-    loss.model = torch.nn.parallel.DistributedDataParallel(model)
     rows = range(rank * 2, rank * 2 + 2)
-    value = loss(features(model, rows), LABELS[:2])
-    value.backward()
-    torch.save((value.item(), gradients(model)), f"{out}/{rank}.pt")
+    for chunk in CHUNKS:
+        loss = GradedListLoss(model, TERMS, chunk=chunk, gather=True)
+        loss.model = torch.nn.parallel.DistributedDataParallel(model)
+        model.zero_grad()
+        value = loss(shared(model, rows), SHARED_LABELS[rows.start : rows.stop])
+        value.backward()
+        torch.save((value.item(), gradients(model)), f"{out}/{rank}-{chunk}.pt")
     torch.distributed.destroy_process_group()
