@@ -10,6 +10,7 @@ from typing import Any
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.evaluation import SentenceEvaluator
 
+from gradeloom.schemas.errors import InputError
 from gradeloom.schemas.retriever import EncoderConfig
 from gradeloom.tasks.collection import Collection, Qrels
 from gradeloom.tasks.encoder import encoder_of
@@ -26,7 +27,8 @@ class GradedRetrievalEvaluator(SentenceEvaluator):
     Args:
         queries: id -> text.
         corpus: id -> text.
-        qrels: query id -> passage id -> grade; queries without judgements are not searched.
+        qrels: query id -> passage id -> grade. A query without judgements is not searched, judgements of a
+            query that is not in `queries` do not count.
         name: stands before every measure, `<name>_nDCG@10`.
         measures: see `gradeloom.tasks.evaluate.measures`; the first is `primary_metric`.
         binary_at: grades from here are relevant to measures that know no grades.
@@ -34,8 +36,11 @@ class GradedRetrievalEvaluator(SentenceEvaluator):
         pool: re-rank each query's judged passages instead of searching all.
         exclude: passages left out of a query's ranking.
         depth: passages per query.
-        config: prompts, token limits and batch size; default: those of `EncoderConfig`.
+        config: prompts, token limits and batch size; default: the model's own prompts and limit.
         write_csv: add a line to `graded_retrieval_evaluation_<name>_results.csv` where the trainer says.
+
+    Raises:
+        InputError: no query is judged, or a measure is unknown.
     """
 
     def __init__(
@@ -55,7 +60,11 @@ class GradedRetrievalEvaluator(SentenceEvaluator):
         write_csv: bool = True,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.collection = Collection(name or "collection", dict(queries), corpus, qrels, {}, {})
+        judged = {query: grades for query, grades in qrels.items() if grades and query in queries}
+        if not judged:
+            raise InputError("expected judgements of at least one of the queries", field="qrels")
+        measure({}, {}, measures)  # an unknown one is told of before the training, not in the midst of it
+        self.collection = Collection(name or "collection", dict(queries), corpus, judged, {}, {})
         self.name = name
         self.measures = tuple(measures)
         self.options = {"binary_at": binary_at, "gain_offset": gain_offset}
@@ -82,7 +91,8 @@ class GradedRetrievalEvaluator(SentenceEvaluator):
         training = model.training
         model.eval()
         try:
-            run = dense_run(encoder_of(model, self.config), self.collection, **self.search)
+            encoder = encoder_of(model, self.config or _own_limit(model))
+            run = dense_run(encoder, self.collection, **self.search)
         finally:
             model.train(training)
         values = measure(run, self.collection.qrels, self.measures, **self.options)
@@ -96,7 +106,8 @@ class GradedRetrievalEvaluator(SentenceEvaluator):
 
     def _add_line(self, folder: Path, epoch: int, steps: int, means: Mapping[str, float]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"graded_retrieval_evaluation_{self.name}_results.csv"
+        parts = ["graded_retrieval_evaluation", *([self.name] if self.name else []), "results.csv"]
+        path = folder / "_".join(parts)
         new = not path.exists()
         with path.open("a", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
@@ -107,3 +118,11 @@ class GradedRetrievalEvaluator(SentenceEvaluator):
     def get_config_dict(self) -> dict[str, Any]:
         """For the model's card."""
         return {"measures": list(self.measures), **self.options, "pool": self.search["pool"]}
+
+
+def _own_limit(model: SentenceTransformer) -> EncoderConfig:
+    """Texts are cut where the model cuts them."""
+    limit = model.max_seq_length
+    return (
+        EncoderConfig(query_tokens=limit, passage_tokens=limit) if isinstance(limit, int) else EncoderConfig()
+    )

@@ -50,7 +50,6 @@ PER_QUERY: pa.Schema = pa.schema(
 )
 
 _NAME = re.compile(r"\w[\w.+-]{0,99}")  # set and retriever become a file's name
-_PLOTTED = "nDCG@10"
 _ENTRIES = frozenset({"results.json", "per_query.parquet", "plot.png", "runs"})
 
 
@@ -167,7 +166,7 @@ class Evaluation:
                 queries = str(max(m.queries for m in found if m is not None))
                 rows.append((place or "(all sets)", retriever, queries, *cells))
         note = (
-            f"*: differs from {self.baseline}, p < {ALPHA:g} (paired randomisation test, "
+            f"*: differs from {self.baseline}, p < {ALPHA:g} (paired randomisation test, seed {self.seed}, "
             "Holm's correction over the retrievers)"
         )
         if any(measure.startswith("nDCG@") for measure in self.measures):
@@ -185,7 +184,10 @@ class Evaluation:
             )
             for c in self.comparisons
         ]  # fmt: skip
-        note = f"difference: from {self.baseline}; detectable: found four times in five at p < {ALPHA:g}"
+        note = (
+            f"difference: from {self.baseline}; p: paired randomisation test, {self.permutations:,} "
+            f"permutations at most, seed {self.seed}; detectable: found four times in five at p < {ALPHA:g}"
+        )
         return Table(
             ("set", "measure", "retriever", "difference", "p", "p (Holm)", "detectable", "queries"),
             rows,
@@ -218,7 +220,9 @@ class Evaluation:
 
     def plot(self, path: Path) -> None:
         """Draw nDCG@10 (without it, the first measure) per set, with intervals, as a PNG."""
-        _plot(self, path)
+        from gradeloom.tasks.evaluate.plot import plot
+
+        plot(self, path)
 
     def write(self, folder: Path) -> None:
         """Write the folder whole or not at all; an evaluation that is there already is replaced.
@@ -374,12 +378,13 @@ def _json(record: Mean | Comparison) -> dict[str, Any]:
 
 
 def _write(result: Evaluation, folder: Path) -> None:
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    replaced = folder.with_name(f".{folder.name}.{os.getpid()}.replaced.tmp")
+    # The names are fixed: what a killed process left here goes with the next write.
+    temporary, replaced = (folder.with_name(f".{folder.name}.{what}") for what in ("writing", "replaced"))
     try:
         if folder.exists() and not _replaceable({path.name for path in folder.iterdir()}):
             raise InputError("holds something that is no evaluation; name another folder", file=folder)
-        shutil.rmtree(temporary, ignore_errors=True)
+        for leftover in (temporary, replaced):
+            shutil.rmtree(leftover, ignore_errors=True)
         temporary.mkdir(parents=True)
         _fill(result, temporary)
         _make_last(temporary)
@@ -434,56 +439,3 @@ def _make_last(folder: Path) -> None:
             with path.open("rb") as file:
                 os.fsync(file.fileno())
     sync_folder(folder)
-
-
-# --- the picture ----------------------------------------------------------------------------
-
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito
-_MARKERS = "os^vDP"
-
-
-def _plot(result: Evaluation, path: Path) -> None:
-    from matplotlib.figure import Figure  # without pyplot: Agg, and no state of the process
-
-    measure = _PLOTTED if _PLOTTED in result.measures else result.measures[0]
-    sets, retrievers = result.sets, result.retrievers
-    step = 0.8 / len(retrievers)
-    width = max(5.0, 1.5 + len(sets) * max(1.1, 0.3 * len(retrievers)))
-    figure = Figure(figsize=(width, 4.2), layout="constrained", dpi=150)
-    axes = figure.add_subplot()
-    others = [retriever for retriever in retrievers if retriever != result.baseline]
-    for i, retriever in enumerate(retrievers):
-        found = [
-            (at, mean) for at, name in enumerate(sets) if (mean := result.mean(name, retriever, measure))
-        ]
-        if not found:
-            continue
-        x = [at + (i - (len(retrievers) - 1) / 2) * step for at, _ in found]
-        y = [mean.mean for _, mean in found]
-        # A percentile interval can, for very skewed values, leave out the mean itself.
-        down = [max(0.0, mean.mean - mean.low) for _, mean in found]
-        up = [max(0.0, mean.high - mean.mean) for _, mean in found]
-        if retriever == result.baseline:
-            style: dict[str, Any] = {"color": "black", "marker": "D", "markerfacecolor": "white"}
-            axes.hlines(y, [at - 0.45 for at, _ in found], [at + 0.45 for at, _ in found],
-                        color="black", linewidth=0.8, linestyle=":")  # fmt: skip
-        else:
-            k = others.index(retriever)
-            style = {"color": _COLOURS[k % len(_COLOURS)],
-                     "marker": _MARKERS[k // len(_COLOURS) % len(_MARKERS)]}  # fmt: skip
-        label = f"{retriever} (baseline)" if retriever == result.baseline else retriever
-        axes.errorbar(
-            x, y, yerr=[down, up], linestyle="none", capsize=2.5, markersize=5.5, label=label, **style
-        )
-    axes.set_xticks(range(len(sets)), sets)
-    axes.set_xlim(-0.5, len(sets) - 0.5)
-    for edge in range(1, len(sets)):
-        axes.axvline(edge - 0.5, color="0.9", linewidth=0.8)
-    axes.set_ylabel(measure)
-    axes.set_title(f"{measure} per set, with {LEVEL:.0%} intervals (bootstrap over queries)", fontsize=10)
-    axes.grid(axis="y", color="0.92")
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=min(len(retrievers), max(2, int(width // 2))),
-                  frameon=False, fontsize=9)  # fmt: skip
-    figure.savefig(path, format="png")

@@ -116,6 +116,32 @@ def test_prompts_and_limits_are_the_configured(model: SentenceTransformer) -> No
     assert cut != pytest.approx(plain)
 
 
+def test_texts_are_cut_where_the_model_cuts_them(model: SentenceTransformer) -> None:
+    """Without a configuration, as sentence-transformers' evaluator does; queries beyond 64 tokens, too."""
+    queries = {query: " ".join(["the"] * 70) + f" {text}" for query, text in QUERIES.items()}
+    relevant = {query: set(found) for query, found in BINARY.items()}
+    for limit in (128, 77):
+        model.max_seq_length = limit
+        theirs = InformationRetrievalEvaluator(queries, CORPUS, relevant, write_csv=False)(model)
+        ours = GradedRetrievalEvaluator(queries, CORPUS, BINARY)(model)
+        assert ours["nDCG@10"] == pytest.approx(theirs["cosine_ndcg@10"], abs=1e-6)
+        short = GradedRetrievalEvaluator(queries, CORPUS, BINARY, config=EncoderConfig())(model)
+        assert short["nDCG@10"] != pytest.approx(ours["nDCG@10"])
+
+
+def test_only_judged_queries_that_are_there_count(model: SentenceTransformer) -> None:
+    first = ranking(model, "q0")[0]
+    evaluator = GradedRetrievalEvaluator(QUERIES, CORPUS, {"q0": {first: 1}, "q1": {}, "gone": {first: 1}})
+    assert evaluator(model) == {"nDCG@10": 1}
+
+
+def test_what_cannot_be_measured_is_told_at_once() -> None:
+    with pytest.raises(InputError, match=r"field 'qrels': expected judgements of at least one"):
+        GradedRetrievalEvaluator(QUERIES, CORPUS, {"gone": {"p00": 1}, "q1": {}})
+    with pytest.raises(InputError, match="unknown measure 'NDCG@10'"):
+        GradedRetrievalEvaluator(QUERIES, CORPUS, BINARY, measures=["NDCG@10"])
+
+
 def test_csv(model: SentenceTransformer, tmp_path: Path) -> None:
     out = tmp_path / "deep" / "eval"
     evaluator = GradedRetrievalEvaluator(QUERIES, CORPUS, BINARY, "dev", measures=["nDCG@10", "AP"])
@@ -126,6 +152,11 @@ def test_csv(model: SentenceTransformer, tmp_path: Path) -> None:
         lines = list(csv.reader(file))
     values = [str(found["dev_nDCG@10"]), str(found["dev_AP"])]
     assert lines == [["epoch", "steps", "nDCG@10", "AP"], ["0.5", "20", *values], ["1", "-1", *values]]
+
+
+def test_csv_without_a_name(model: SentenceTransformer, tmp_path: Path) -> None:
+    GradedRetrievalEvaluator(QUERIES, CORPUS, BINARY)(model, str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["graded_retrieval_evaluation_results.csv"]
 
 
 def test_no_csv_unless_wanted(model: SentenceTransformer, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from gradeloom.tasks.evaluate.significance import (
     smallest_detectable,
 )
 from gradeloom.tasks.evaluate.trec import read_run, write_run
+from gradeloom.tasks.run import RunDirectory
 
 BASE = {"q1": 0.2, "q2": 0.4, "q3": 0.6, "q4": 0.8}
 GOOD = {"q4": 0.9, "q3": 0.7, "q2": 0.6, "q1": 0.5}  # +.3 +.2 +.1 +.1, in another order
@@ -198,8 +199,10 @@ def test_table_marks_what_differs() -> None:
         ("A", "base", "8", "0.175"), ("A", "up", "8", "0.275 *"), ("A", "same", "8", "0.185"),
     ]  # fmt: skip
     assert "differs from base, p < 0.05" in table.note
+    assert "seed 0" in table.note
     assert "nDCG has linear gain" in table.note
     comparisons = found.comparison_table()
+    assert "10,000 permutations at most, seed 0" in comparisons.note
     assert comparisons.header == (
         "set", "measure", "retriever", "difference", "p", "p (Holm)", "detectable", "queries",
     )  # fmt: skip
@@ -326,6 +329,15 @@ def test_written_again(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere.trec", "results"]
 
 
+def test_what_a_killed_process_left_goes(tmp_path: Path, three: Evaluation) -> None:
+    """And no run directory around it takes it for a temporary file, which it would try to unlink."""
+    for name in (".results.writing", ".results.replaced"):
+        (tmp_path / name / "runs").mkdir(parents=True)
+    with RunDirectory(tmp_path).locked():
+        three.write(tmp_path / "results")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "results"]
+
+
 def test_an_empty_folder_is_taken(tmp_path: Path, three: Evaluation) -> None:
     (tmp_path / "results").mkdir()
     three.write(tmp_path / "results")
@@ -377,7 +389,7 @@ def test_a_failed_replacement_leaves_the_old(
     rename = Path.rename
 
     def failing(self: Path, target: Path) -> Path:
-        if target == folder and not self.name.endswith(".replaced.tmp"):
+        if target == folder and self.name != ".results.replaced":
             raise OSError(28, "No space left on device")
         return rename(self, target)
 
