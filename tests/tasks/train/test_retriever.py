@@ -18,11 +18,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_encoder import make_tiny_encoder
 
+from gradeloom.schemas.errors import InputError
 from gradeloom.schemas.retriever import (
     EncoderConfig,
     LoraConfig,
@@ -266,6 +268,104 @@ def test_one_killed_before_its_model_stood_there_takes_no_further_step(
     assert result.steps == straight.steps == 5
     assert_same_weights(result.folder, straight.folder)
     assert result.curve == straight.curve
+
+
+# --- another training, and the same again ---------------------------------------------------
+
+
+def test_a_finished_training_is_only_read(place: Path, whole: tuple[Trained, Seen]) -> None:
+    folder = place / "whole"
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != "lock"}
+    result, seen = trained(place, "whole", BASE.model_copy(update={"save_steps": 5, "keep_checkpoints": 1}))
+    assert seen == []
+    assert result == whole[0]
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != "lock"} == before
+
+
+@pytest.mark.parametrize(
+    ("differing", "told"),
+    [
+        ("loss", r"loss\.0\.label_temperature\b.*\b0\.4 there.*\b1\.0 here"),
+        ("data", r"\bdata\b.*\b\w{8}… there.*\b\w{8}… here"),
+        ("training", r"training\.seed\b.*\b0 there.*\b1 here"),
+        ("encoder", r"\b(encoder\.weights|start)\b.*\b\w{8}… there.*\b\w{8}… here"),
+    ],
+)
+def test_another_training_in_the_folder_is_refused_and_told_apart(
+    place: Path, whole: tuple[Trained, Seen], differing: str, told: str
+) -> None:
+    start, data, config = place / "encoder", lists(), configured(place / "encoder", BASE)
+    if differing == "loss":
+        config = configured(start, BASE, LossTerm(label_temperature=1.0))
+    elif differing == "data":
+        data = lists(word="level")
+    elif differing == "training":
+        config = configured(start, BASE.model_copy(update={"seed": 1}))
+    else:
+        config = configured(make_tiny_encoder(place / "other", seed=5), BASE)
+    with pytest.raises(InputError, match=told):
+        train_retriever(load_encoder(config.encoder), data, config, folder=place / "whole")
+
+
+# --- part of the weights --------------------------------------------------------------------
+
+
+def test_adapters_are_trained_resumed_and_merged(place: Path, ends: dict[str, int]) -> None:
+    assert ends["lora"] == -signal.SIGKILL
+    assert [step for step, _ in trainer.whole_checkpoints(place / "lora" / "checkpoints")] == [2, 4]
+    resumed, seen = trained(place, "lora")
+    assert len(seen) == 5
+    config = configured(place / "encoder", SETTINGS["lora"])
+    encoder = load_encoder(config.encoder)
+    straight = train_retriever(encoder, lists(), config, folder=place / "lora-straight")
+    assert_same_weights(resumed.folder, straight.folder)
+
+    start, end = weights(place / "encoder"), weights(straight.folder)
+    assert start.keys() == end.keys()
+    changed = {name for name in start if not torch.equal(start[name], end[name])}
+    assert changed == {
+        name
+        for name in start
+        if name.startswith("encoder.") and name.endswith("weight") and "Norm" not in name
+    }
+    texts = ["what is thing 3?", "level 2 about thing 3", "about"]
+    loaded = load_encoder(config.encoder.model_copy(update={"model": str(straight.folder)}))
+    vectors = loaded.encode_passages(texts)
+    np.testing.assert_allclose(vectors, encoder.encode_passages(texts), atol=1e-6)
+    assert np.abs(vectors - load_encoder(config.encoder).encode_passages(texts)).max() > 1e-3
+
+
+def test_frozen_layers_stay_and_the_others_change(place: Path) -> None:
+    settings = BASE.model_copy(update={"freeze_layers": 1, "max_steps": 2})
+    result, _ = trained(place, "frozen", settings)
+    start, end = weights(place / "encoder"), weights(result.folder)
+    assert start.keys() == end.keys()
+    changed = {name for name in start if not torch.equal(start[name], end[name])}
+    assert changed == {name for name in start if name.startswith("encoder.layer.1.")}
+
+
+def test_more_layers_than_there_are_cannot_be_frozen(place: Path) -> None:
+    with pytest.raises(InputError, match=r"freeze_layers.*has 2 layers"):
+        trained(place, "frozen-3", BASE.model_copy(update={"freeze_layers": 3}))
+
+
+# --- two processes --------------------------------------------------------------------------
+
+
+def test_two_processes_train_what_one_trains_with_the_batch_of_both(place: Path) -> None:
+    config = make_tiny_encoder(place / "plain") / "config.json"
+    values = json.loads(config.read_text())
+    config.write_text(json.dumps(values | {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}))
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    process(*launcher, __file__, str(place), "pair")
+    one, _ = trained(place, "single", BASE, encoder="plain")
+    two = weights(place / "pair" / "model")
+    start = weights(place / "plain")
+    for name, tensor in weights(one.folder).items():
+        if name.endswith("key.bias"):
+            continue  # softmax cancels it: its gradient is rounding alone, which Adam makes a whole step of
+        assert torch.allclose(tensor, two[name], rtol=0, atol=1e-4), name
+        assert name.startswith("pooler") or (tensor - start[name]).abs().max() > 1e-3, name
 
 
 if __name__ == "__main__":
