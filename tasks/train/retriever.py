@@ -89,8 +89,9 @@ def train_retriever(
     The same call runs in one process (CPU or one GPU) and in each of several that `accelerate launch` or
     `python -m torch.distributed.run` started; then only the first writes, and all return. With
     `config.training.gather` (the default) W processes of B queries compute the loss and the data order of
-    one process of W*B queries, except that a last step of an epoch that is not full on all is left out;
-    their random states (dropout) differ.
+    one process of W*B queries, except that an epoch's last step is left out where it is not full on all, and
+    that dropout draws otherwise. Without dropout the weights are equal up to rounding, save for those whose
+    gradient is rounding alone (the bias of BERT's attention keys), which Adam moves by whole steps.
 
     Args:
         encoder: the start; its weights are changed.
@@ -105,17 +106,20 @@ def train_retriever(
         InputError: the folder holds another training or another process works there; a setting does not
             fit model, data or device; the loss is no longer finite.
     """
-    first = os.environ.get("RANK", "0") == "0"
-    with RunDirectory(folder).locked() if first else nullcontext():
-        recipe = _recipe(encoder, data, config)
-        finished = (folder / MODEL).is_dir()
-        _claim(folder, recipe, write=first, finished=finished)
-        if not finished:
-            about = {name: recipe[name] for name in ("start", "processes")}
-            about |= {"lists": len(data.lists), "width": data.width, "data_digest": data.digest}
-            _train(encoder, data, config, folder, evaluator, {**(facts or {}), **about}, progress)
-        curve = read_curve(folder)
+    recipe = _recipe(encoder, data, config)
+    if not _finished(folder):
+        first = os.environ.get("RANK", "0") == "0"
+        with RunDirectory(folder).locked() if first else nullcontext():
+            _claim(folder, recipe, first)
+            if not _finished(folder):  # by whoever held the lock before
+                _train(encoder, data, config, folder, evaluator, _told(recipe, data, facts), progress)
+    _compare(folder, recipe)
+    curve = read_curve(folder)
     return Trained(folder / MODEL, curve.steps, curve.rows)
+
+
+def _finished(folder: Path) -> bool:
+    return (folder / MODEL).is_dir()
 
 
 # --- what is trained, and whether it is the same ------------------------------------------------
@@ -139,6 +143,18 @@ def _recipe(encoder: Encoder, data: TrainingLists, config: RetrieverConfig) -> d
     }
 
 
+def _told(recipe: dict[str, Any], data: TrainingLists, facts: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What the card is told, beside the settings."""
+    return {
+        **(facts or {}),
+        "start": recipe["start"],
+        "processes": recipe["processes"],
+        "lists": len(data.lists),
+        "width": data.width,
+        "data_digest": data.digest,
+    }
+
+
 def _processes() -> int:
     """Processes that a launcher has started, before any of them has met the others."""
     return int(os.environ.get("WORLD_SIZE", "1"))
@@ -153,29 +169,37 @@ def weights_digest(model: SentenceTransformer) -> str:
     return h.hexdigest()[:32]
 
 
-def _claim(folder: Path, recipe: dict[str, Any], *, write: bool, finished: bool) -> None:
+def _claim(folder: Path, recipe: dict[str, Any], first: bool) -> None:
     """Make the folder this training's own.
 
     Raises:
         InputError: it holds another one.
     """
+    if (folder / RECIPE).exists():
+        _compare(folder, recipe)
+    elif first:
+        told = orjson.dumps(recipe, option=orjson.OPT_INDENT_2)
+        write_whole(folder / RECIPE, lambda temporary: _write_bytes(temporary, told))
+
+
+def _compare(folder: Path, recipe: dict[str, Any]) -> None:
+    """Check that the training in a folder is this one.
+
+    Raises:
+        InputError: it is another one; the message says what differs.
+    """
     file = folder / RECIPE
     try:
-        there = orjson.loads(file.read_bytes())
-    except FileNotFoundError:
-        if write:
-            data = orjson.dumps(recipe, option=orjson.OPT_INDENT_2)
-            write_whole(file, lambda temporary: _write_bytes(temporary, data))
-        return
+        there = _flat(orjson.loads(file.read_bytes()))
     except (OSError, ValueError) as error:
         raise InputError("cannot be read; delete the folder to train again", file=file) from error
     here = _flat(orjson.loads(orjson.dumps(recipe)))
-    there = _flat(there)
+    if _finished(folder):  # may be read by one process, whatever number it took
+        here["processes"] = there.get("processes")
     different = [
         f"{name} ({_short(there.get(name))} there, {_short(here.get(name))} here)"
         for name in {**here, **there}
-        # A finished training may be read by one process, whatever number it took.
-        if here.get(name) != there.get(name) and not (finished and name == "processes")
+        if here.get(name) != there.get(name)
     ]
     if different:
         raise InputError(
