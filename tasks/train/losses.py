@@ -85,20 +85,20 @@ def targets(
     """
     if target_mass is None:
         return softmax(labels / label_temperature, mask)
-    return softmax(labels * _sharpness(labels, mask, target_mass), mask)
+    gaps = labels.masked_fill(~mask, -torch.inf).amax(1, keepdim=True) - labels
+    return softmax(-gaps * _sharpness(gaps, mask, target_mass), mask)
 
 
-def _sharpness(labels: Tensor, mask: Tensor, mass: float) -> Tensor:
+def _sharpness(gaps: Tensor, mask: Tensor, mass: float) -> Tensor:
     """1 / tau >= 0, (B, 1), that gives the n passages of a row's highest grade together this mass.
 
     With gaps g to the highest grade that is where log sum e^(-g / tau) over the others is
     log (n (1 - mass) / mass). The left side is convex in 1 / tau and falls, so that Newton's steps from 0
     never go too far.
     """
-    gaps = labels.masked_fill(~mask, -torch.inf).amax(1, keepdim=True) - labels
     rest = mask & (gaps > 0)
     count = (mask & (gaps == 0)).sum(1, keepdim=True)
-    wanted = (count * (1 - mass) / mass).to(labels.dtype).log()
+    wanted = (count * (1 - mass) / mass).to(gaps.dtype).log()
     sharpness = torch.zeros_like(wanted)
     for _ in range(100):
         exponents = (-sharpness * gaps).masked_fill(~rest, -torch.inf)
