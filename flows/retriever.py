@@ -17,6 +17,7 @@ same command after the end does nothing but show it again.
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -224,9 +225,11 @@ def _description(
     parts = [RECIPE, encoder, data.lists.digest, loss, content_view(config.training)]
     recipe = digest(orjson.dumps(parts, option=orjson.OPT_SORT_KEYS))
     file = folder / "run.json"
-    if file.exists() and orjson.loads(file.read_bytes()).get("recipe") != recipe:
+    there = (folder / "training").exists() and file.exists()
+    if there and orjson.loads(file.read_bytes()).get("recipe") != recipe:
         raise InputError(
-            "holds a training with other settings, data or start; name this one differently: --set name=…",
+            "holds a training with other settings, data or start; name this one differently (--set name=…), "
+            "or delete that one",
             file=folder,
         )
     return {
@@ -422,9 +425,13 @@ async def _in_processes(config: RetrieverConfig, folder: Path, processes: int) -
     """
     job = folder / "job.json"
     write_whole(job, lambda temporary: _dump(temporary, config.model_dump(mode="json")))
+    # What is deprecated in the libraries is no news for whoever trains.
+    quiet = {"PYTHONWARNINGS": "ignore::FutureWarning"}
+    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes))}
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}",
         "-m", "gradeloom.flows.rank", str(job), str(folder),
+        env=threads | quiet | dict(os.environ),
     )  # fmt: skip
     try:
         code = await process.wait()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from tiny_retriever import make_place, tiny_config
 from gradeloom.flows import cli
 from gradeloom.flows.configure import read_config
 from gradeloom.schemas.retriever import EvaluateConfig, MineConfig, RetrieverConfig
+from gradeloom.tasks.run import is_locked
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +96,43 @@ def test_json_is_one_object_and_nothing_else(place: Path, capsys: pytest.Capture
     assert (out.count("\n"), err) == (1, "")
     assert (found["folder"], found["steps"]) == ("retrievers/tiny", 4)
     assert {mean["retriever"] for mean in found["evaluation"]["means"]} == {"before", "after", "bm25"}
+
+
+def test_a_stopped_training_exits_130_and_goes_on_later(
+    place: Path, environment: Callable[..., dict[str, str]]
+) -> None:
+    command = [sys.executable, "-m", "gradeloom.flows.cli", "retriever", "train", "--config", "tiny.yaml"]
+    long = ["name=stopped", "training.max_steps=100000", "training.save_steps=5", "dev=null"]
+    sets = [part for change in long for part in ("--set", change)]
+    checkpoints = place / "retrievers" / "stopped" / "training" / "checkpoints"
+    with subprocess.Popen(
+        [*command, *sets], env=environment(place / "home"), cwd=place, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        while process.poll() is None and not list(checkpoints.glob("checkpoint-*")):
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert out == ""
+    assert err.splitlines()[-1] == "gradeloom: interrupted; run the same command again to go on"
+    assert "Traceback" not in err
+    assert list(checkpoints.glob("checkpoint-*"))
+    assert is_locked(place / "retrievers" / "stopped") is None
+
+
+@pytest.mark.long
+def test_several_processes_train_by_the_same_command(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    arguments = ("train", "--config", "tiny.yaml", "--set", "name=several", "--processes", "2", "--json")
+    assert run(*arguments) == 0
+    out, err = capfd.readouterr()
+    found = json.loads(out)
+    assert found["steps"] == 4
+    assert "train: 4/4 steps" in err
+    assert err.count("train: 0/4 steps") == 1  # one of them speaks
+    assert "Warning" not in err
+    assert run(*arguments[:-3], "--json") == 0  # one process reads what two have trained
+    assert json.loads(capfd.readouterr().out)["evaluation"] == found["evaluation"]
 
 
 @pytest.mark.parametrize(
