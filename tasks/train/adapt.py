@@ -51,8 +51,11 @@ def merge_adapters(model: SentenceTransformer) -> None:
         setattr(transformer.get_submodule(parent), own, module.get_base_layer())
     if adapted:
         transformer.requires_grad_(True)
-        transformer._hf_peft_config_loaded = False  # else transformers would save adapters alone
-        transformer.__dict__.pop("peft_config", None)
+    if getattr(transformer, "_hf_peft_config_loaded", False):
+        # What transformers remembers of loading adapters: it would save them alone, and under their names.
+        transformer._hf_peft_config_loaded = False
+        for remembered in ("peft_config", "_weight_conversions"):
+            transformer.__dict__.pop(remembered, None)
 
 
 def _add_adapters(transformer: Any, lora: LoraConfig) -> None:
