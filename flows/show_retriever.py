@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradeloom.flows.show import Page
@@ -127,10 +126,3 @@ def _bias(page: Page, bias: dict[str, Any]) -> None:
         "95% intervals)",
         style="dim",
     )
-
-
-def places(paths: dict[str, Path]) -> None:
-    """Where things lie."""
-    page = Page()
-    for name, path in paths.items():
-        page.path(f"{name}: ", path)
