@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -38,11 +39,13 @@ def gradients(model: SentenceTransformer) -> Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-def one_of_two(rank: int, port: int, folder: str, out: str) -> None:
+def one_of_two(rank: int, folder: str, out: str) -> None:
     """Writes loss and averaged gradients of every kind of chunks."""
     torch.set_num_threads(1)
+    # They meet by a file: a port that was free a moment ago may be somebody else's now.
+    meeting = f"file://{out}/meeting"
     torch.distributed.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
+        "gloo", init_method=meeting, rank=rank, world_size=2, timeout=timedelta(seconds=120)
     )
     model = SentenceTransformer(folder, device="cpu").train(False)
     for name, parameter in model.named_parameters():
