@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from datetime import timedelta
 from typing import Any
 
@@ -47,6 +48,14 @@ def one_of_two(rank: int, folder: str, out: str) -> None:
     torch.distributed.init_process_group(
         "gloo", init_method=meeting, rank=rank, world_size=2, timeout=timedelta(seconds=120)
     )
+    try:
+        _share(rank, folder, out)
+    finally:
+        gc.collect()  # what DDP holds goes before its group: the other way round it can wait for ever
+        torch.distributed.destroy_process_group()
+
+
+def _share(rank: int, folder: str, out: str) -> None:
     model = SentenceTransformer(folder, device="cpu").train(False)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("pooler" not in name)
@@ -58,4 +67,3 @@ def one_of_two(rank: int, folder: str, out: str) -> None:
         value = loss(shared(model, rows), SHARED_LABELS[rows.start : rows.stop])
         value.backward()
         torch.save((value.item(), gradients(model)), f"{out}/{rank}-{chunk}.pt")
-    torch.distributed.destroy_process_group()
