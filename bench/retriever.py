@@ -1,6 +1,6 @@
 """The claim, in small: do graded lists and a Wasserstein loss make better retrievers than InfoNCE?
 
-    python bench/retriever.py             # every cell: about three hours on two cores
+    python bench/retriever.py             # every cell: two to three hours on two cores
     python bench/retriever.py --quick     # four losses, one start, two sets: 15 minutes
     python bench/retriever.py --list      # what is done and what is left
     python bench/retriever.py --report    # the tables of what is done
@@ -9,8 +9,9 @@ Training data is the `agreed` release of the recorded lists, the same lists, pas
 loss (B=16, K=4, five epochs). Two starts: `minilm`, all-MiniLM-L6-v2 as it is, and `weakened`, the same
 with its last two layers drawn anew (damaged, not self-supervised). In every cell only the last two
 layers learn; what lies below is computed once per text (cached_layers.py). Temperature and label
-temperature are chosen per loss and start on LLMJudge-2024-dev alone. Every cell is a file, and a run that
-was stopped goes on where it was.
+temperature are chosen per loss and start on LLMJudge-2024-dev alone. Training and search run in bfloat16
+where autocast has it (losses and the optimiser's weights stay in float32). Every cell is a file, and a run
+that was stopped goes on where it was.
 """
 
 from __future__ import annotations
@@ -189,12 +190,12 @@ def stages() -> Iterable[tuple[str, list[Training | Cell]]]:
     seeds = [Training(start, chosen(start, loss), seed) for seed in SEEDS for start, loss in best]
     yield "seeds: training", [training for training in seeds if training.seed]
     yield "seeds", [Cell(training, name) for training in seeds for name in MAIN]
-    controls = [
-        Training(start, chosen(start, "gaussian"), labels=labels) for start in LOSSES for labels in CONTROLS
-    ]
-    yield "label controls: training", list(controls)
-    yield "label controls", [Cell(training, name) for training in controls for name in MAIN]
-    yield "finalists elsewhere", [Cell(training, name) for training in seeds for name in MORE]
+    first = [training for training in seeds if training.seed == 0]
+    yield "finalists elsewhere", [Cell(training, name) for training in first for name in MORE]
+    for start in LOSSES:
+        controls = [Training(start, chosen(start, "gaussian"), labels=labels) for labels in CONTROLS]
+        yield f"label controls, {start}: training", list(controls)
+        yield f"label controls, {start}", [Cell(training, name) for training in controls for name in MAIN]
 
 
 def quick_stages() -> Iterable[tuple[str, list[Training | Cell]]]:
@@ -318,6 +319,7 @@ def train(cell: Training) -> None:
             seed=cell.seed,
             save_strategy="no",
             use_cpu=True,
+            bf16=True,
             dataloader_drop_last=True,
             batch_sampler=DistinctQueries,
         )
@@ -337,6 +339,8 @@ def train(cell: Training) -> None:
 
 
 def evaluate(cell: Cell) -> None:
+    import torch
+
     from gradeloom.tasks.collection import read_qrels
     from gradeloom.tasks.evaluate.bm25 import bm25_run
     from gradeloom.tasks.evaluate.measures import measure
@@ -344,11 +348,11 @@ def evaluate(cell: Cell) -> None:
 
     found, settings = collection(cell.set), SETS[cell.set]
     exclude = read_qrels(settings["exclude"]) if "exclude" in settings else None
-    run = (
-        bm25_run(found, k=1000, exclude=exclude)
-        if cell.model == "bm25"
-        else dense_run(model_of(cell.model), found, k=1000, exclude=exclude)
-    )
+    if cell.model == "bm25":
+        run = bm25_run(found, k=1000, exclude=exclude)
+    else:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            run = dense_run(model_of(cell.model), found, k=1000, exclude=exclude)
     options = {key: settings[key] for key in ("binary_at", "gain_offset") if key in settings}
     finish(cell, measure(run, found.qrels, MEASURES, **options))
 
@@ -427,7 +431,7 @@ def averaged(start: str, loss: str, name: str, seeds: Sequence[int] = SEEDS) -> 
 
 def report() -> None:
     for start in LOSSES:
-        print(f"\n{start}: nDCG@10 (linear gain), per-query values averaged over seeds")
+        print(f"\n{start}: nDCG@10 (linear gain), means over seeds per query; {', '.join(MORE)}: seed 0")
         print(_table(start))
         for line in _tests(start):
             print(line)
@@ -472,7 +476,7 @@ def _pooled(per_set: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 def _tests(start: str) -> list[str]:
     """Every loss against InfoNCE and against the untrained start, on the queries of the main sets."""
-    from gradeloom.tasks.evaluate.significance import holm, randomisation_test, smallest_detectable
+    from gradeloom.tasks.evaluate.significance import compared
 
     lines = []
     for against in ("infonce", "untrained"):
@@ -483,20 +487,16 @@ def _tests(start: str) -> list[str]:
             }
         )
         strata = [key.split("/")[0] for key in base]
-        tests, detectable = {}, {}
+        pairs = {}
         for loss in LOSSES[start]:
-            if loss == against:
-                continue
-            own = _pooled({name: averaged(start, loss, name) for name in MAIN})
-            pair = [own[key] for key in base], list(base.values())
-            tests[loss] = randomisation_test(*pair, strata=strata, permutations=100_000, seed=0)
-            detectable[loss] = smallest_detectable([a - b for a, b in zip(*pair, strict=True)])
-        adjusted = holm({loss: test.p for loss, test in tests.items()})
+            if loss != against:
+                own = _pooled({name: averaged(start, loss, name) for name in MAIN})
+                pairs[loss] = [own[key] for key in base], list(base.values()), strata
         lines.append(f"  against {against}, {len(base)} queries of {', '.join(MAIN)}:")
         lines += [
-            f"    {loss:18}{test.difference:+.4f}  p {test.p:.4f}  Holm {adjusted[loss]:.4f}"
-            f"  smallest detectable {detectable[loss]:.4f}"
-            for loss, test in tests.items()
+            f"    {loss:18}{one.difference:+.4f}  p {one.p:.4f}  Holm {one.p_holm:.4f}"
+            f"  smallest detectable {one.smallest_detectable:.4f}"
+            for loss, one in compared(pairs, permutations=100_000, seed=0).items()
         ]
     return lines
 
@@ -506,8 +506,9 @@ def _controls() -> str:
     for start in LOSSES:
         for labels in ("as they are", *CONTROLS):
             training = Training(start, chosen(start, "gaussian"), labels=labels)
-            row = "".join(f"{mean(Cell(training, name)):11.3f}" for name in MAIN)
-            lines.append(f"  {start + ', ' + labels:28}{row}")
+            if all(done(Cell(training, name)) for name in MAIN):
+                row = "".join(f"{mean(Cell(training, name)):11.3f}" for name in MAIN)
+                lines.append(f"  {start + ', ' + labels:28}{row}")
     return "\n".join(lines)
 
 

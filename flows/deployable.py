@@ -2,10 +2,10 @@
 
 Apart from the flows themselves, because importing this imports Prefect.
 
-A published release can start a training: an automation on its event runs a deployment of `retriever`
-with the parameter `release` set to the release's `name@version`, out of the event
+An automation can start a training on a new release: it runs a deployment of `retriever` with the
+parameter `release` set to the release's `name@version`, out of an event
 (`{"__prefect_kind": "jinja", "template": "{{ event.… }}"}`). The same release and configuration once
-more find the model there and train nothing.
+more find the model there and train nothing. No release sends such an event yet.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from gradeloom.schemas.retriever import (
     NamedEncoder,
 )
 from gradeloom.schemas.rows import digest
-from gradeloom.tasks.run import RunDirectory, write_whole
+from gradeloom.tasks.run import RunDirectory, write_bytes_whole
 
 if TYPE_CHECKING:
     from gradeloom.tasks.collection import Collection, Qrels, Run
@@ -133,15 +133,16 @@ class Cells:
         rows = []
         for one in self.sets:
             collection = await Thread().run(lambda one=one: read_set(one, self.releases))  # type: ignore[misc]
+            exclude = excluded(one)
             for ranker in rankers:
-                rows.append(await self._row(one, collection, ranker))
+                rows.append(await self._row(one, collection, exclude, ranker))
         return rows
 
-    async def _row(self, one: EvaluationSet, collection: Collection, ranker: Ranker) -> Row:
-        from gradeloom.tasks.collection import read_qrels
+    async def _row(
+        self, one: EvaluationSet, collection: Collection, exclude: Qrels | None, ranker: Ranker
+    ) -> Row:
         from gradeloom.tasks.evaluate.retrieval import Row
 
-        exclude = read_qrels(one.exclude) if one.exclude is not None else None
         path = self.folder / f"{one.name}.{ranker.name}.{self._key(one, collection, exclude, ranker)}.json"
         if not path.exists():
             thread = Thread()
@@ -181,7 +182,7 @@ class Cells:
         )
         path.parent.mkdir(parents=True, exist_ok=True)
         write_run(path.with_suffix(".trec"), run, ranker.name)
-        write_whole(path, lambda temporary: _dump(temporary, values))
+        write_bytes_whole(path, orjson.dumps(values))
 
 
 def read_set(one: EvaluationSet, releases: str, place: str = "sets") -> Collection:
@@ -202,6 +203,17 @@ def read_set(one: EvaluationSet, releases: str, place: str = "sets") -> Collecti
     return replace(collection, qrels=qrels)
 
 
+def excluded(one: EvaluationSet) -> Qrels | None:
+    """What a set leaves out of its queries' rankings.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    from gradeloom.tasks.collection import read_qrels
+
+    return read_qrels(one.exclude) if one.exclude is not None else None
+
+
 def reporter(progress: Progress, thread: Thread, stage: str, unit: str) -> Report:
     """What blocking work calls with (done, total): shown as a stage, and where it notices it is unwanted.
 
@@ -217,10 +229,6 @@ def reporter(progress: Progress, thread: Thread, stage: str, unit: str) -> Repor
         loop.call_soon_threadsafe(show, done, total)
 
     return report
-
-
-def _dump(path: Path, values: Any) -> None:
-    path.write_bytes(orjson.dumps(values))
 
 
 def _read(path: Path) -> dict[str, dict[str, float]]:

@@ -34,7 +34,7 @@ from gradeloom.schemas.config import content_view
 from gradeloom.schemas.errors import InputError
 from gradeloom.schemas.retriever import CollectionConfig, EvaluationSet, RetrieverConfig, TrainingSource
 from gradeloom.schemas.rows import digest
-from gradeloom.tasks.run import RunDirectory, write_whole
+from gradeloom.tasks.run import RunDirectory, write_bytes_whole, write_whole
 
 if TYPE_CHECKING:
     from gradeloom.tasks.collection import Collection
@@ -273,7 +273,7 @@ class _Probe:
             )  # fmt: skip
             encoder = model_config(config.encoder, done.folder)
             values = self._values(await self.cells.rows([encoder_ranker(f"trained-{size}", encoder)]))
-            write_whole(record, lambda temporary: _dump(temporary, values))
+            write_bytes_whole(record, orjson.dumps(values, option=orjson.OPT_INDENT_2))
         shutil.rmtree(work, ignore_errors=True)
         found: dict[str, dict[str, float]] = orjson.loads(record.read_bytes())
         return found
@@ -331,19 +331,17 @@ def _point(release: str | None, queries: int, values: Values) -> Point:
 
 def ask(asked: Sequence[tuple[str, str, str, Values, Values]], permutations: int) -> list[Question]:
     """The differences (name, label of a, label of b, values of a, values of b), tested together."""
-    from gradeloom.tasks.evaluate.significance import holm, randomisation_test, smallest_detectable
+    from gradeloom.tasks.evaluate.significance import compared
 
-    tests = {}
-    detectable = {}
+    pairs = {}
     for name, _, _, one, other in asked:
         (a, strata), (b, _) = _pairs(one), _pairs(other)
-        tests[name] = randomisation_test(a, b, strata=strata, permutations=permutations, seed=0)
-        differences = [x - y for x, y in zip(a, b, strict=True)]
-        detectable[name] = smallest_detectable(differences, strata=strata, alpha=ALPHA)
-    adjusted = holm({name: test.p for name, test in tests.items()})
+        pairs[name] = a, b, strata
+    found = compared(pairs, permutations=permutations, seed=0, alpha=ALPHA)
     return [
         Question(
-            name, a, b, tests[name].difference, tests[name].p, adjusted[name], detectable[name], tests[name].n
+            name, a, b, found[name].difference, found[name].p, found[name].p_holm,
+            found[name].smallest_detectable, found[name].n,
         )
         for name, a, b, _, _ in asked
     ]  # fmt: skip
@@ -368,17 +366,15 @@ def answer(one: Question, where: str) -> str:
 # --- the folder -----------------------------------------------------------------------------
 
 
-def _dump(path: Path, value: Any) -> None:
-    path.write_bytes(orjson.dumps(value, option=orjson.OPT_INDENT_2, default=str))
-
-
 def _write(result: ProbeResult, values: Mapping[tuple[str | None, int], Values]) -> None:
     per_query = [
         {"release": release, "queries": queries, "values": found}
         for (release, queries), found in values.items()
     ]
     facts = result.as_json() | {"per_query": per_query}
-    write_whole(result.folder / "results.json", lambda temporary: _dump(temporary, facts))
+    write_bytes_whole(
+        result.folder / "results.json", orjson.dumps(facts, option=orjson.OPT_INDENT_2, default=str)
+    )
     write_whole(result.folder / "plot.png", lambda temporary: _plot(result, temporary))
 
 

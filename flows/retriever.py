@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,7 @@ from gradeloom.flows.evaluate import (
     bm25_ranker,
     check_measures,
     encoder_ranker,
+    excluded,
     read_set,
     report_evaluation,
     reporter,
@@ -48,7 +49,7 @@ from gradeloom.schemas.config import NAME, VERSION, content_view
 from gradeloom.schemas.errors import GradeloomError, InputError
 from gradeloom.schemas.retriever import EncoderConfig, EvaluationSet, RetrieverConfig, TrainingSource
 from gradeloom.schemas.rows import digest
-from gradeloom.tasks.run import RunDirectory, write_whole
+from gradeloom.tasks.run import RunDirectory, write_bytes_whole
 
 if TYPE_CHECKING:
     from gradeloom.tasks.collection import Collection
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
     from gradeloom.tasks.train.graded_qrels import TrainingLists
     from gradeloom.tasks.train.retriever import Trained
 
-RECIPE = "1"
+RECIPE = "2"
 """Raise it when the same settings and data would train another model."""
 
 CURVE = "curve.png"
@@ -308,11 +309,13 @@ def _measure_bias(config: RetrieverConfig, one: EvaluationSet, model: EncoderCon
     collection = read_set(one, config.releases)
     twins = read_twins(str(config.twins))
     seed = config.measures.seed
-    before = source_bias(load_encoder(config.encoder), collection, twins, seed=seed)
-    after = source_bias(load_encoder(model), collection, twins, seed=seed)
+    measured = partial(
+        source_bias, collection=collection, twins=twins, gain_offset=one.gain_offset, seed=seed
+    )
+    before, after = measured(load_encoder(config.encoder)), measured(load_encoder(model))
     change = bias_change(before, after, seed=seed)
     found = {BEFORE: asdict(before), AFTER: asdict(after), "change": asdict(change)}
-    write_whole(path, lambda temporary: _dump(temporary, found))
+    write_bytes_whole(path, orjson.dumps(found, option=orjson.OPT_INDENT_2))
 
 
 # --- training -------------------------------------------------------------------------------
@@ -391,14 +394,12 @@ def train_here(
 def _dev_evaluator(config: RetrieverConfig, dev: Collection | None) -> Any:
     if dev is None or config.dev is None:
         return None
-    from gradeloom.tasks.collection import read_qrels
     from gradeloom.tasks.evaluate.graded_evaluator import GradedRetrievalEvaluator
 
-    exclude = read_qrels(config.dev.exclude) if config.dev.exclude is not None else None
     return GradedRetrievalEvaluator(
         dev.queries, dev.passages, dev.qrels, name=config.dev.name, measures=config.measures.measures,
         binary_at=config.dev.binary_at, gain_offset=config.dev.gain_offset, pool=config.dev.pool,
-        exclude=exclude, depth=config.measures.depth, config=config.encoder, write_csv=False,
+        exclude=excluded(config.dev), depth=config.measures.depth, config=config.encoder, write_csv=False,
     )  # fmt: skip
 
 
@@ -424,7 +425,7 @@ async def _in_processes(config: RetrieverConfig, folder: Path, processes: int) -
         GradeloomError: a process failed; it has said why.
     """
     job = folder / "job.json"
-    write_whole(job, lambda temporary: _dump(temporary, config.model_dump(mode="json")))
+    write_bytes_whole(job, config.model_dump_json(indent=2).encode())
     # What is deprecated in the libraries is no news for whoever trains.
     quiet = {"PYTHONWARNINGS": "ignore::FutureWarning"}
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes))}
@@ -441,10 +442,6 @@ async def _in_processes(config: RetrieverConfig, folder: Path, processes: int) -
         raise
     if code:
         raise GradeloomError(f"a training process failed (exit code {code}); see above")
-
-
-def _dump(path: Path, value: Any) -> None:
-    path.write_bytes(orjson.dumps(value, option=orjson.OPT_INDENT_2))
 
 
 def _finish_card(result: RetrieverResult) -> None:

@@ -5,6 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of what a library said, or what it raised where it said nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 class GradeloomError(Exception):
     """Base of every error that is reported as one line instead of a traceback."""
 

@@ -136,6 +136,15 @@ class LossTerm(Settings):
     )
     positive_grade: float = 2.0
 
+    def temperature_for(self, normalised: bool) -> float:
+        """The temperature of the predictions, embeddings being of unit length or not."""
+        return self.temperature or (0.05 if normalised else 1.0)
+
+    @property
+    def own_list(self) -> bool:
+        """Whether other queries' passages take no part."""
+        return (self.in_batch or ("masked" if self.kind == "ordinal" else "zero")) == "masked"
+
 
 # --- train ----------------------------------------------------------------------------------
 

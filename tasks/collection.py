@@ -133,14 +133,15 @@ def _release(config: CollectionConfig, releases: Path, name: str | None) -> Coll
 
     assert config.release is not None
     folder = find(releases, config.release)
-    content = read_manifest(folder).content
+    manifest = read_manifest(folder)
+    content = manifest.content
     if not all(table_files(folder, table) for table in ("lists", "queries", "corpus", "qrels")):
         raise InputError(f"a release of kind '{content.kind}' holds no graded lists", file=folder)
     require_untouched(folder)  # what is trained on it is said to come from this digest
     queries = {row["_id"]: row["text"] for _, row in read_rows(folder, "queries")}
     passages = {row["_id"]: f"{row['title']} {row['text']}".strip() for _, row in read_rows(folder, "corpus")}
     identity: dict[str, Any] = {
-        "release": content.name, "version": content.version, "digest": read_manifest(folder).digest,
+        "release": content.name, "version": content.version, "digest": manifest.digest,
     }  # fmt: skip
     qrels: Qrels = {}
     grades: dict[str, Qrels] = {}

@@ -18,10 +18,10 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from gradeloom.schemas.errors import InputError
+from gradeloom.schemas.errors import InputError, first_line
 from gradeloom.schemas.retriever import EncoderConfig
 from gradeloom.schemas.rows import digest
-from gradeloom.tasks.engine.models import BUNDLED, HUB_NAME
+from gradeloom.tasks.engine.models import BUNDLED, HUB_NAME, fetch, snapshot
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
@@ -186,7 +186,11 @@ def load_encoder(config: EncoderConfig) -> Encoder:
     from safetensors import SafetensorError
     from sentence_transformers import SentenceTransformer
 
-    folder = place if isinstance(place, Path) else _fetch(place, config.revision)
+    folder = (
+        place
+        if isinstance(place, Path)
+        else fetch(place, config.revision, nested=True, field="encoder.model")
+    )
     try:
         model = SentenceTransformer(
             str(folder),
@@ -197,7 +201,7 @@ def load_encoder(config: EncoderConfig) -> Encoder:
         )
     except (*BAD_MODEL, SafetensorError) as error:
         raise InputError(
-            f"{config.model!r} cannot be loaded: {_reason(error)}", field="encoder.model"
+            f"{config.model!r} cannot be loaded: {first_line(error)}", field="encoder.model"
         ) from error
     return encoder_of(model, config)
 
@@ -215,7 +219,7 @@ def encoder_identity(config: EncoderConfig) -> str:
     place = _place(config)
     if isinstance(place, Path):
         return f"sha256:{_folder_digest(place)}"
-    return f"hub:{place}@{_snapshot(place, config.revision, ['modules.json']).name}"
+    return f"hub:{place}@{snapshot(place, config.revision, ['modules.json'], field='encoder.model').name}"
 
 
 def _place(config: EncoderConfig) -> Path | str:
@@ -226,9 +230,7 @@ def _place(config: EncoderConfig) -> Path | str:
 
         folder = Path(MODEL_DIR)
     if folder.is_dir():
-        if not any(
-            (folder / name).is_file() for name in ("modules.json", "config.json", "adapter_config.json")
-        ):
+        if not any((folder / name).is_file() for name in SIGNS):
             raise InputError("holds no model: no modules.json and no config.json", file=folder)
         if config.revision is not None:
             raise InputError("a revision goes with a hub name, not with a folder", field="encoder.revision")
@@ -248,7 +250,9 @@ def _device(name: str | None) -> str | None:
         try:
             torch.empty(1, device=name)
         except (RuntimeError, AssertionError, NotImplementedError) as error:
-            raise InputError(f"no device {name!r} here: {_reason(error)}", field="encoder.device") from error
+            raise InputError(
+                f"no device {name!r} here: {first_line(error)}", field="encoder.device"
+            ) from error
     return name
 
 
@@ -266,36 +270,6 @@ def _adapter_base(folder: Path) -> str | None:
 def _base_is_local(folder: Path) -> bool:
     base = _adapter_base(folder)
     return base is None or Path(base).is_dir()
-
-
-def _fetch(name: str, revision: str | None) -> Path:
-    """A hub model in the local cache; weights come as safetensors where the model has them.
-
-    Fetched first and loaded from there: where the hub is out of reach that is known at once, and what is in
-    the cache is used without asking.
-    """
-    for weights in ("*.safetensors", "*.bin"):
-        folder = _snapshot(name, revision, ["*.json", "*.model", "*.txt", "*.jinja", "*.py", weights])
-        if any(folder.rglob(weights)):
-            return folder
-    raise InputError(f"hub model {name} has no weights (safetensors or bin)", field="encoder.model")
-
-
-def _snapshot(name: str, revision: str | None, patterns: list[str]) -> Path:
-    """The folder of one commit in the local hub cache, holding what matches; it is named by the commit."""
-    import huggingface_hub as hub
-
-    try:
-        return Path(
-            hub.snapshot_download(
-                name, revision=revision, allow_patterns=patterns, ignore_patterns=["onnx/*", "openvino/*"]
-            )
-        )
-    except (hub.errors.HfHubHTTPError, hub.errors.LocalEntryNotFoundError, OSError, ValueError) as error:
-        raise InputError(
-            f"{name!r} is no folder here, and cannot be had from the model hub: {_reason(error)}",
-            field="encoder.model",
-        ) from error
 
 
 def _folder_digest(folder: Path) -> str:
@@ -337,8 +311,3 @@ def _model_files(folder: Path) -> Iterator[Path]:
         ) from error
     for name in names:
         yield from (path for path in (folder / name).rglob("*") if path.is_file())
-
-
-def _reason(error: BaseException) -> str:
-    """The first line of what a library said."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

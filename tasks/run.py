@@ -72,6 +72,15 @@ def write_whole(path: Path, write: Callable[[Path], None]) -> None:
     crash_point("after-rename")
 
 
+def write_bytes_whole(path: Path, data: bytes) -> None:
+    """`write_whole` of what is in memory already."""
+
+    def write(temporary: Path) -> None:
+        temporary.write_bytes(data)
+
+    write_whole(path, write)
+
+
 def sync_folder(folder: Path) -> None:
     """Make renames in a folder last through a power cut."""
     handle = os.open(folder, os.O_RDONLY)
@@ -184,7 +193,7 @@ class RunDirectory:
     def describe(self, facts: dict[str, object]) -> None:
         """Write `run.json`."""
         data = orjson.dumps(facts, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS)
-        write_whole(self.path / "run.json", lambda temporary: _write_bytes(temporary, data))
+        write_bytes_whole(self.path / "run.json", data)
 
     @contextmanager
     def locked(self) -> Iterator[RunDirectory]:
@@ -239,7 +248,3 @@ def is_locked(path: Path) -> int | None:
         return int(holder) if holder.isdigit() else 0
     finally:
         os.close(handle)
-
-
-def _write_bytes(path: Path, data: bytes) -> None:
-    path.write_bytes(data)

@@ -20,7 +20,7 @@ from typing import Any
 
 import orjson
 
-from gradeloom.schemas.errors import GradeloomError, InputError
+from gradeloom.schemas.errors import GradeloomError, InputError, first_line
 from gradeloom.schemas.rows import digest
 
 BUNDLED = "bundled"
@@ -98,7 +98,7 @@ def identity(model: str, revision: str | None = None) -> str:
     """
     place = resolve(model, revision)
     if isinstance(place, str):
-        return f"hub:{place}@{_snapshot(place, revision, ['config.json']).name}"
+        return f"hub:{place}@{snapshot(place, revision, ['config.json']).name}"
     return "sha256:" + _folder_digest(place)
 
 
@@ -111,7 +111,7 @@ def tokenizer_folder(model: str, revision: str | None = None) -> Path:
     if model != BUNDLED and Path(model).expanduser().is_dir():
         return Path(model).expanduser()
     place = resolve(model, revision)
-    return place if isinstance(place, Path) else _snapshot(place, revision, [*TOKENIZER_FILES, "config.json"])
+    return place if isinstance(place, Path) else snapshot(place, revision, [*TOKENIZER_FILES, "config.json"])
 
 
 def tokenizer_digest(model: str) -> str:
@@ -132,35 +132,49 @@ def tokenizer_digest(model: str) -> str:
     return digest(*parts, length=32)
 
 
-def fetch(name: str, revision: str) -> Path:
-    """All files of a hub model that an engine needs, in the local hub cache.
+def fetch(name: str, revision: str | None, *, nested: bool = False, field: str = "engine.model") -> Path:
+    """All files of a hub model that whoever loads it needs, in the local hub cache.
 
-    We fetch, so that the engine needs neither the network nor our token. Weights come as safetensors
-    where the model has them.
+    We fetch, so that an engine needs neither the network nor our token, and so that a hub out of reach is
+    known at once. Weights come as safetensors where the model has them.
+
+    Args:
+        name: its name on the hub.
+        revision: branch, tag or commit; None: the main branch.
+        nested: files in folders too (sentence-transformers keeps modules there).
+        field: the setting that named it, for errors.
 
     Raises:
         InputError: as `identity`, or the model has no weights of these kinds.
     """
     for weights in ("*.safetensors", "*.bin"):
-        folder = _snapshot(name, revision, ["*.json", "*.model", "*.txt", "*.jinja", "*.py", weights])
-        if any(folder.glob(weights)):
+        files = ["*.json", "*.model", "*.txt", "*.jinja", "*.py", weights]
+        folder = snapshot(name, revision, files, nested=nested, field=field)
+        if any(folder.rglob(weights) if nested else folder.glob(weights)):
             return folder
-    raise InputError(f"hub model {name} has no weights (safetensors or bin)", field="engine.model")
+    raise InputError(f"hub model {name} has no weights (safetensors or bin)", field=field)
 
 
-def _snapshot(name: str, revision: str | None, patterns: list[str]) -> Path:
-    """The folder of one commit in the local hub cache, holding what matches; it is named by the commit."""
+def snapshot(
+    name: str, revision: str | None, patterns: list[str], *, nested: bool = False, field: str = "engine.model"
+) -> Path:
+    """The folder of one commit in the local hub cache, holding what matches; it is named by the commit.
+
+    Raises:
+        InputError: the hub does not know the model, or cannot be reached and the model is not in its cache.
+    """
     import huggingface_hub as hub
 
+    # Other forms of the same weights lie in folders of their own.
+    ignored = ["onnx/*", "openvino/*"] if nested else ["*/*"]
     try:
         folder = hub.snapshot_download(
-            name, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"]
+            name, revision=revision, allow_patterns=patterns, ignore_patterns=ignored
         )
     except (hub.errors.HfHubHTTPError, hub.errors.LocalEntryNotFoundError, OSError, ValueError) as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise InputError(
-            f"{name!r} is no folder here, and cannot be had from the model hub: {reason}",
-            field="engine.model",
+            f"{name!r} is no folder here, and cannot be had from the model hub: {first_line(error)}",
+            field=field,
         ) from error
     return Path(folder)
 

@@ -26,12 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from gradeloom.schemas.errors import InputError
-from gradeloom.tasks.evaluate.significance import (
-    bootstrap_interval,
-    holm,
-    randomisation_test,
-    smallest_detectable,
-)
+from gradeloom.tasks.evaluate.significance import bootstrap_interval, compared
 from gradeloom.tasks.run import sync_folder
 
 if TYPE_CHECKING:
@@ -337,25 +332,20 @@ def _comparisons(
     permutations: int,
     seed: int,
 ) -> list[Comparison]:
-    tests, detectable = {}, {}
     base = columns[baseline]
+    pairs = {}
     for retriever, column in columns.items():
         if retriever == baseline:
             continue
         if column.keys != base.keys:
             raise ValueError(f"{retriever} and {baseline} have {measure} of different queries")
-        tests[retriever] = randomisation_test(
-            column.values, base.values, strata=base.strata, permutations=permutations, seed=seed
-        )
-        differences = [a - b for a, b in zip(column.values, base.values, strict=True)]
-        detectable[retriever] = smallest_detectable(differences, strata=base.strata, alpha=ALPHA)
-    adjusted = holm({retriever: test.p for retriever, test in tests.items()})
+        pairs[retriever] = column.values, base.values, base.strata
+    found = compared(pairs, permutations=permutations, seed=seed, alpha=ALPHA)
     return [
         Comparison(
-            place, retriever, measure, test.difference, test.p, adjusted[retriever], detectable[retriever],
-            test.n,
+            place, retriever, measure, one.difference, one.p, one.p_holm, one.smallest_detectable, one.n
         )
-        for retriever, test in tests.items()
+        for retriever, one in found.items()
     ]  # fmt: skip
 
 

@@ -149,6 +149,55 @@ def smallest_detectable(
     return (normal.inv_cdf(1 - alpha / 2) + normal.inv_cdf(power)) * se
 
 
+@dataclass(frozen=True)
+class Compared:
+    """One of several differences that were tested together.
+
+    Attributes:
+        difference, p, n: of the randomisation test.
+        p_holm: adjusted over all that were tested together.
+        smallest_detectable: at level alpha without adjustment, power .8.
+    """
+
+    difference: float
+    p: float
+    p_holm: float
+    smallest_detectable: float
+    n: int
+
+
+def compared(
+    pairs: Mapping[str, tuple[Sequence[float], Sequence[float], Sequence[str]]],
+    *,
+    permutations: int = 10_000,
+    seed: int,
+    alpha: float = 0.05,
+) -> dict[str, Compared]:
+    """Paired randomisation tests of several differences a - b, with Holm's correction over them.
+
+    Args:
+        pairs: name -> per-query values a and b, (n,), and each query's data set, (n,).
+        permutations: see `randomisation_test`.
+        seed: likewise.
+        alpha: level for the smallest detectable difference.
+
+    Raises:
+        ValueError: as `randomisation_test`.
+    """
+    tests = {
+        name: randomisation_test(a, b, strata=strata, permutations=permutations, seed=seed)
+        for name, (a, b, strata) in pairs.items()
+    }
+    adjusted = holm({name: test.p for name, test in tests.items()})
+    found = {}
+    for name, (a, b, strata) in pairs.items():
+        differences = [x - y for x, y in zip(a, b, strict=True)]
+        detectable = smallest_detectable(differences, strata=strata, alpha=alpha)
+        test = tests[name]
+        found[name] = Compared(test.difference, test.p, adjusted[name], detectable, test.n)
+    return found
+
+
 def bootstrap_interval(
     values: ArrayLike,
     *,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradeloom.schemas.errors import InputError
-from gradeloom.tasks.run import write_whole
+from gradeloom.tasks.run import write_bytes_whole
 
 if TYPE_CHECKING:
     from gradeloom.tasks.collection import Run
@@ -32,8 +32,7 @@ def write_run(path: str | Path, run: Run, tag: str) -> None:
         InputError: an id or the tag is empty or holds white space, a score is no finite number, or the file
             cannot be written.
     """
-    lines = list(_lines(run, tag))
-    write_whole(Path(path), lambda temporary: _write(temporary, lines))
+    write_bytes_whole(Path(path), "".join(_lines(run, tag)).encode())
 
 
 def read_run(path: str | Path) -> Run:
@@ -80,11 +79,6 @@ def _lines(run: Run, tag: str) -> Iterator[str]:
                     f"query {query!r}, passage {passage!r}: the score is {score}, not a finite number"
                 )
             yield f"{query} Q0 {passage} {rank} {score!r} {tag}\n"
-
-
-def _write(path: Path, lines: list[str]) -> None:
-    with path.open("w", encoding="utf-8", newline="\n") as file:
-        file.writelines(lines)
 
 
 def _one_word(text: str, what: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from sentence_transformers import SentenceTransformer
 from torch import nn
 
-from gradeloom.schemas.errors import InputError
+from gradeloom.schemas.errors import InputError, first_line
 from gradeloom.schemas.retriever import LoraConfig, TrainingConfig
 
 
@@ -73,8 +73,9 @@ def _add_adapters(transformer: Any, lora: LoraConfig) -> None:
     try:
         inject_adapter_in_model(adapter, transformer)
     except ValueError as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise InputError(f"takes no such adapters: {reason}", field="training.lora.target_modules") from error
+        raise InputError(
+            f"takes no such adapters: {first_line(error)}", field="training.lora.target_modules"
+        ) from error
     for name, parameter in transformer.named_parameters():
         parameter.requires_grad_("lora_" in name)
 

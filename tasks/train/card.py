@@ -22,23 +22,14 @@ from gradeloom.schemas.errors import InputError
 from gradeloom.schemas.retriever import LossTerm, RetrieverConfig
 from gradeloom.tasks.encoder import Encoder
 from gradeloom.tasks.engine.models import BUNDLED, HUB_NAME
-from gradeloom.tasks.run import write_whole
+from gradeloom.tasks.run import write_bytes_whole
 from gradeloom.tasks.train.curve import Curve
+from gradeloom.tasks.train.losses import SYCL
 
 CARD = "README.md"
 BEGIN, END = "<!-- results -->", "<!-- end of results -->"
 _HUB_NAME_OF_BUNDLED = "sentence-transformers/all-MiniLM-L6-v2"
 _HTML = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
-
-SYCL = """
-@inproceedings{sycl2025,
-    title = "Beyond Contrastive Learning: Synthetic Data Enables List-wise Training
-             with Multiple Levels of Relevance",
-    booktitle = "Proceedings of EMNLP",
-    year = "2025",
-    url = "https://arxiv.org/abs/2503.23239",
-}
-"""
 
 
 @dataclass
@@ -86,7 +77,7 @@ def write_card(
     finally:
         encoder.model.model_card_data = before
     text = re.sub(r"\n{3,}", "\n\n", text)
-    write_whole(folder / CARD, lambda temporary: _write(temporary, text))
+    write_bytes_whole(folder / CARD, text.encode())
 
 
 def add_results_to_card(folder: str | Path, markdown: str) -> None:
@@ -110,7 +101,7 @@ def add_results_to_card(folder: str | Path, markdown: str) -> None:
     if not begin or not end:
         raise InputError(f"expected the lines `{BEGIN}` and `{END}`, between which results go", file=file)
     whole = f"{head}{BEGIN}\n{markdown.strip()}\n{END}{tail}"
-    write_whole(file, lambda temporary: _write(temporary, whole))
+    write_bytes_whole(file, whole.encode())
 
 
 def _ours(
@@ -179,7 +170,7 @@ def _start(model: str, digest: str | None) -> str:
 
 def _term(term: LossTerm, normalised: bool) -> dict[str, str]:
     """A term of the loss with its settings as they were used, in words."""
-    parts = [f"temperature {term.temperature or (0.05 if normalised else 1.0):g}"]
+    parts = [f"temperature {term.temperature_for(normalised):g}"]
     if term.kind == "infonce":
         parts.append(
             f"positives from grade {term.positive_grade:g}" if term.positives == "grade"
@@ -191,8 +182,9 @@ def _term(term: LossTerm, normalised: bool) -> dict[str, str]:
         parts.append(f"label temperature {term.label_temperature:g}")
     if term.kind == "ordinal":
         parts.append(f"power {term.power:g}")
-    masked = (term.in_batch or ("masked" if term.kind == "ordinal" else "zero")) == "masked"
-    parts.append("other queries' passages take no part" if masked else "other queries' passages have grade 0")
+    parts.append(
+        "other queries' passages take no part" if term.own_list else "other queries' passages have grade 0"
+    )
     return {"kind": term.kind, "weight": f"{term.weight:g}", "words": ", ".join(parts)}
 
 
@@ -226,7 +218,3 @@ def escaped(value: Any) -> str:
     line = re.sub(r"\s+", " ", str(value))
     line = re.sub(r"[\\`*_{}\[\]#|~$!]", r"\\\g<0>", line)
     return re.sub(r"[&<>]", lambda match: _HTML[match.group()], line)
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")

@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from gradeloom.schemas.errors import InputError
-from gradeloom.tasks.run import write_whole
+from gradeloom.tasks.run import write_bytes_whole, write_whole
 
 FILE, PLOT = "curve.json", "curve.png"
 PREFIX = "eval_"
@@ -91,7 +91,7 @@ def write_curve(folder: Path, curve: Curve) -> None:
     """Write `curve.json` and `curve.png`."""
     facts = {"steps": curve.steps, "measure": curve.measure, "curve": curve.rows, "losses": curve.losses}
     data = orjson.dumps(facts, option=orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY)
-    write_whole(folder / FILE, lambda temporary: _write_bytes(temporary, data))
+    write_bytes_whole(folder / FILE, data)
     write_whole(folder / PLOT, lambda temporary: _plot(curve, temporary))
 
 
@@ -132,7 +132,3 @@ def _plot(curve: Curve, path: Path) -> None:
         other.set_ylabel(name, color="#0072B2")
         other.spines["top"].set_visible(False)
     figure.savefig(path, format="png")
-
-
-def _write_bytes(path: Path, data: bytes) -> None:
-    path.write_bytes(data)

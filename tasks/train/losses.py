@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.losses.gradcache import CachedLossMixin, has_static_embedding_input
 from sentence_transformers.sentence_transformer.modules import Normalize
-from sentence_transformers.util import all_gather
+from sentence_transformers.util import all_gather, get_rank, get_world_size
 from torch import Tensor, nn
 
 from gradeloom.schemas.errors import InputError
@@ -49,9 +49,7 @@ def expanded(labels: Tensor, passages: int) -> Tensor:
             f"({queries}, K) with {queries} * K = {passages}"
         )
     own = own_lists(queries, passages, labels.device)
-    return torch.where(
-        own, labels.repeat(1, queries), torch.zeros((), dtype=labels.dtype, device=labels.device)
-    )
+    return labels.repeat(1, queries).masked_fill(~own, 0.0)
 
 
 def softmax(values: Tensor, mask: Tensor) -> Tensor:
@@ -369,9 +367,8 @@ def weighted_loss(
     total = logits.new_zeros((), dtype=torch.promote_types(logits.dtype, torch.float32))
     own = own_lists(queries, passages, logits.device)
     for term in terms:
-        temperature = term.temperature or (0.05 if normalised else 1.0)
-        inside = term.in_batch or ("masked" if term.kind == "ordinal" else "zero")
-        taking = mask if inside == "zero" else own if mask is None else own & mask
+        temperature = term.temperature_for(normalised)
+        taking = mask if not term.own_list else own if mask is None else own & mask
         to_labels: dict[str, Any] = {
             "label_temperature": term.label_temperature,
             "target_mass": term.target_mass,
@@ -479,12 +476,11 @@ class GradedListLoss(CachedLossMixin, nn.Module):
         vectors = vectors.to(torch.promote_types(vectors.dtype, torch.float32))
         if self.cosine:
             vectors = F.normalize(vectors, dim=-1)
-        ranks = torch.distributed.get_world_size() if self.gather and _distributed() else 1
+        ranks = get_world_size() if self.gather else 1
         if ranks > 1:
             labels, texts = all_gather(labels.contiguous()), all_gather(texts.contiguous())
             others = all_gather(vectors.detach().contiguous()).chunk(ranks)
-            here = torch.distributed.get_rank()
-            vectors = torch.cat([vectors if rank == here else part for rank, part in enumerate(others)])
+            vectors = torch.cat([vectors if rank == get_rank() else part for rank, part in enumerate(others)])
         queries, passages = vectors[:, 0], vectors[:, 1:].flatten(0, 1)
         mask = taking_part(labels, texts)
         with _no_autocast(vectors.device):
@@ -527,7 +523,3 @@ GRADCACHE = """
     archivePrefix = "arXiv",
 }
 """
-
-
-def _distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()

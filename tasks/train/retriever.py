@@ -34,7 +34,7 @@ from gradeloom.schemas.config import content_view
 from gradeloom.schemas.errors import InputError
 from gradeloom.schemas.retriever import RetrieverConfig, TrainingConfig
 from gradeloom.tasks.encoder import Encoder
-from gradeloom.tasks.run import RunDirectory, write_whole
+from gradeloom.tasks.run import RunDirectory, write_bytes_whole
 from gradeloom.tasks.train.adapt import merge_adapters, prepare_model
 from gradeloom.tasks.train.batches import DistinctQueries, ListCollator, text_limits
 from gradeloom.tasks.train.card import write_card
@@ -179,7 +179,7 @@ def _claim(folder: Path, recipe: dict[str, Any], first: bool) -> None:
         _compare(folder, recipe)
     elif first:
         told = orjson.dumps(recipe, option=orjson.OPT_INDENT_2)
-        write_whole(folder / RECIPE, lambda temporary: _write_bytes(temporary, told))
+        write_bytes_whole(folder / RECIPE, told)
 
 
 def _compare(folder: Path, recipe: dict[str, Any]) -> None:
@@ -342,7 +342,3 @@ def total_steps(lists: int, training: TrainingConfig, processes: int = 1) -> int
         )
     per_epoch = lists // queries if processes > 1 else math.ceil(lists / queries)
     return training.max_steps or math.ceil(training.epochs * per_epoch)
-
-
-def _write_bytes(path: Path, data: bytes) -> None:
-    path.write_bytes(data)
