@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 
 import click
 
-from gradeloom.flows.options import config_options, json_option, quiet_option, say, wait_for
+from gradeloom.flows.options import config_options, json_option, quiet_option, root_option, say, wait_for
+from gradeloom.flows.release_cli import release
 from gradeloom.flows.retriever_cli import retriever
 from gradeloom.schemas.errors import GradeloomError, InputError
 
@@ -65,10 +66,6 @@ def run(arguments: list[str]) -> int:
         say("gradeloom: this is a defect of gradeloom, please report it with the lines above")
         return DEFECT
     return code if isinstance(code, int) else 0
-
-
-def _root_option(default: str) -> Callable[[F], F]:
-    return click.option("--root", default=default, show_default=True, help=f"Folder of {default}.")
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -135,88 +132,8 @@ def graded_preview(config_name: str, sets: tuple[str, ...], limit: int, quiet: b
         show.preview(shown)
 
 
+cli.add_command(release)
 cli.add_command(retriever)
-
-
-# --- release --------------------------------------------------------------------------------
-
-
-@cli.group()
-def release() -> None:
-    """Look at, check and export releases. WHICH is NAME, NAME@VERSION or a folder."""
-
-
-@release.command("list")
-@_root_option("releases")
-@json_option
-def release_list(root: str, as_json: bool) -> None:
-    """Every release."""
-    from gradeloom.flows import show
-    from gradeloom.tasks.release.catalog import list_releases
-
-    found = list_releases(root)
-    if as_json:
-        click.echo(show.as_json({"releases": found}))
-    else:
-        show.releases(found, root)
-
-
-@release.command("show")
-@click.argument("which")
-@_root_option("releases")
-@json_option
-def release_show(which: str, root: str, as_json: bool) -> None:
-    """What one release is."""
-    from gradeloom.flows import show
-    from gradeloom.tasks.release import catalog
-
-    facts = catalog.show(catalog.find(root, which))
-    if as_json:
-        click.echo(show.as_json(facts))
-    else:
-        show.release(facts)
-
-
-@release.command("verify")
-@click.argument("which")
-@_root_option("releases")
-@json_option
-def release_verify(which: str, root: str, as_json: bool) -> None:
-    """Check hashes, schemas, keys, references and accounting; exit 2 at the first thing that is wrong."""
-    from gradeloom.flows import show
-    from gradeloom.tasks.release.catalog import find
-    from gradeloom.tasks.release.verify import verify
-
-    folder = find(root, which)
-    checked = verify(folder)
-    if as_json:
-        click.echo(show.as_json({"path": folder, "verified": True, "checked": checked}))
-        return
-    page = show.Page()
-    for line in checked:
-        page.path("ok: ", line)
-    page.path("verified: ", folder)
-
-
-@release.command("export")
-@click.argument("which")
-@click.option("--format", "form", type=click.Choice(["beir"]), required=True, help="Who is to read it.")
-@click.option("--to", "target", type=click.Path(path_type=Path), required=True, help="Folder to make.")
-@click.option("--split", default="test", show_default=True, help="Name of the qrels: train, dev or test.")
-@_root_option("releases")
-@json_option
-def release_export(which: str, form: str, target: Path, split: str, root: str, as_json: bool) -> None:
-    """Write a release in the form that another tool reads."""
-    from gradeloom.flows import show
-    from gradeloom.tasks.release.catalog import find
-    from gradeloom.tasks.release.export import export_beir
-
-    folder = find(root, which)
-    written = export_beir(folder, target, split)
-    if as_json:
-        click.echo(show.as_json({"path": folder, "format": form, "to": written}))
-    else:
-        show.Page().path(f"exported ({form}): ", written)
 
 
 # --- runs -----------------------------------------------------------------------------------
@@ -228,7 +145,7 @@ def runs() -> None:
 
 
 @runs.command("list")
-@_root_option("runs")
+@root_option("runs")
 @json_option
 def runs_list(root: str, as_json: bool) -> None:
     """Every run directory."""
@@ -249,7 +166,7 @@ def runs_list(root: str, as_json: bool) -> None:
 )
 @click.option("--stale", is_flag=True, help="Only shards of settings that the run no longer has.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
-@_root_option("runs")
+@root_option("runs")
 @json_option
 def runs_prune(
     names: tuple[str, ...], older_than: float | None, stale: bool, yes: bool, root: str, as_json: bool

@@ -54,6 +54,11 @@ def json_option(command: F) -> F:
     )
 
 
+def root_option(default: str) -> Callable[[F], F]:
+    """`--root`: the folder of releases, or of runs."""
+    return click.option("--root", default=default, show_default=True, help=f"Folder of {default}.")
+
+
 def quiet_option(command: F) -> F:
     """`--quiet`."""
     return click.option("--quiet", is_flag=True, help="No progress on stderr.")(command)

@@ -1,0 +1,90 @@
+"""`gradeloom release`: look at, check and export what was released.
+
+As in `cli.py`, everything but click is imported by the command that needs it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from gradeloom.flows.options import json_option, root_option
+
+
+@click.group()
+def release() -> None:
+    """Look at, check and export releases. WHICH is NAME, NAME@VERSION or a folder."""
+
+
+@release.command("list")
+@root_option("releases")
+@json_option
+def release_list(root: str, as_json: bool) -> None:
+    """Every release."""
+    from gradeloom.flows import show
+    from gradeloom.tasks.release.catalog import list_releases
+
+    found = list_releases(root)
+    if as_json:
+        click.echo(show.as_json({"releases": found}))
+    else:
+        show.releases(found, root)
+
+
+@release.command("show")
+@click.argument("which")
+@root_option("releases")
+@json_option
+def release_show(which: str, root: str, as_json: bool) -> None:
+    """What one release is."""
+    from gradeloom.flows import show
+    from gradeloom.tasks.release import catalog
+
+    facts = catalog.show(catalog.find(root, which))
+    if as_json:
+        click.echo(show.as_json(facts))
+    else:
+        show.release(facts)
+
+
+@release.command("verify")
+@click.argument("which")
+@root_option("releases")
+@json_option
+def release_verify(which: str, root: str, as_json: bool) -> None:
+    """Check hashes, schemas, keys, references and accounting; exit 2 at the first thing that is wrong."""
+    from gradeloom.flows import show
+    from gradeloom.tasks.release.catalog import find
+    from gradeloom.tasks.release.verify import verify
+
+    folder = find(root, which)
+    checked = verify(folder)
+    if as_json:
+        click.echo(show.as_json({"path": folder, "verified": True, "checked": checked}))
+        return
+    page = show.Page()
+    for line in checked:
+        page.path("ok: ", line)
+    page.path("verified: ", folder)
+
+
+@release.command("export")
+@click.argument("which")
+@click.option("--format", "form", type=click.Choice(["beir"]), required=True, help="Who is to read it.")
+@click.option("--to", "target", type=click.Path(path_type=Path), required=True, help="Folder to make.")
+@click.option("--split", default="test", show_default=True, help="Name of the qrels: train, dev or test.")
+@root_option("releases")
+@json_option
+def release_export(which: str, form: str, target: Path, split: str, root: str, as_json: bool) -> None:
+    """Write a release in the form that another tool reads."""
+    from gradeloom.flows import show
+    from gradeloom.tasks.release.catalog import find
+    from gradeloom.tasks.release.export import export_beir
+
+    folder = find(root, which)
+    written = export_beir(folder, target, split)
+    if as_json:
+        click.echo(show.as_json({"path": folder, "format": form, "to": written}))
+    else:
+        show.Page().path(f"exported ({form}): ", written)
