@@ -7,17 +7,37 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from gradeloom.flows.options import config_options, hush_libraries, json_option, quiet_option, wait_for
 
+if TYPE_CHECKING:
+    from gradeloom.flows.orchestrate import Composition, Named, Ran, Result
+    from gradeloom.schemas.config import Settings
+
 F = TypeVar("F", bound=Callable[..., Any])
+C = TypeVar("C", bound="Settings")
+R = TypeVar("R", bound="Result")
 
 
 def _options(packaged: str, example: str, *, required: bool = True) -> Callable[[F], F]:
     return partial(config_options, packaged=packaged, example=example, required=required)
+
+
+def _run(config: C, named: Named, compose: Composition[C, R], quiet: bool) -> Ran[R]:
+    from gradeloom.flows.orchestrate import run_flow
+    from gradeloom.flows.progress import Progress
+
+    with Progress(quiet=quiet) as progress:
+        return wait_for(run_flow(config, named=named, progress=progress, compose=compose))
+
+
+def _echo(facts: dict[str, Any], flow_run_url: str | None) -> None:
+    from gradeloom.flows import show
+
+    click.echo(show.as_json(facts | {"flow_run_url": flow_run_url}))
 
 
 @click.group()
@@ -34,20 +54,16 @@ def retriever() -> None:
 @json_option
 def train(config_name: str, sets: tuple[str, ...], processes: int, quiet: bool, as_json: bool) -> int:
     """Train a retriever, evaluated before and after. Started again after anything, it goes on."""
-    from gradeloom.flows import show, show_retriever
+    from gradeloom.flows import show_retriever
     from gradeloom.flows.configure import read_config
-    from gradeloom.flows.orchestrate import run_flow
-    from gradeloom.flows.progress import Progress
     from gradeloom.flows.retriever import retriever_named, run_retriever
     from gradeloom.schemas.retriever import RetrieverConfig
 
     config = read_config(RetrieverConfig, config_name, sets)
     compose = partial(run_retriever, processes=processes)
-    with Progress(quiet=quiet) as progress:
-        named = retriever_named(config)
-        ran = wait_for(run_flow(config, named=named, progress=progress, compose=compose))
+    ran = _run(config, retriever_named(config), compose, quiet)
     if as_json:
-        click.echo(show.as_json(ran.result.as_json() | {"flow_run_url": ran.flow_run_url}))
+        _echo(ran.result.as_json(), ran.flow_run_url)
     else:
         show_retriever.trained(ran.result, ran.flow_run_url)
     return 0
@@ -63,19 +79,15 @@ def evaluate(
     config_name: str | None, sets: tuple[str, ...], retrievers: tuple[str, ...], quiet: bool, as_json: bool
 ) -> int:
     """Compare retrievers and BM25 on test collections."""
-    from gradeloom.flows import show, show_retriever
+    from gradeloom.flows import show_retriever
     from gradeloom.flows.configure import read_config
     from gradeloom.flows.evaluate import evaluate_named, run_evaluate, with_retrievers
-    from gradeloom.flows.orchestrate import run_flow
-    from gradeloom.flows.progress import Progress
     from gradeloom.schemas.retriever import EvaluateConfig
 
     config = with_retrievers(read_config(EvaluateConfig, config_name, sets), retrievers)
-    with Progress(quiet=quiet) as progress:
-        named = evaluate_named(config)
-        ran = wait_for(run_flow(config, named=named, progress=progress, compose=run_evaluate))
+    ran = _run(config, evaluate_named(config), run_evaluate, quiet)
     if as_json:
-        click.echo(show.as_json(ran.result.as_json() | {"flow_run_url": ran.flow_run_url}))
+        _echo(ran.result.as_json(), ran.flow_run_url)
     else:
         show_retriever.evaluated(ran.result)
     return 0
@@ -90,15 +102,12 @@ def mine(config_name: str, sets: tuple[str, ...], quiet: bool, as_json: bool) ->
     from gradeloom.flows import show, show_retriever
     from gradeloom.flows.configure import read_config
     from gradeloom.flows.mine import mine_named, run_mine
-    from gradeloom.flows.orchestrate import run_flow
-    from gradeloom.flows.progress import Progress
     from gradeloom.schemas.retriever import MineConfig
 
     config = read_config(MineConfig, config_name, sets)
-    with Progress(quiet=quiet) as progress:
-        ran = wait_for(run_flow(config, named=mine_named(config), progress=progress, compose=run_mine))
+    ran = _run(config, mine_named(config), run_mine, quiet)
     if as_json:
-        click.echo(show.as_json(show.fields(ran.result) | {"flow_run_url": ran.flow_run_url}))
+        _echo(show.fields(ran.result), ran.flow_run_url)
     else:
         show_retriever.mined(ran.result)
     return ran.result.exit_code
@@ -114,20 +123,16 @@ def probe(
     config_name: str, sets: tuple[str, ...], which: str, parent: str | None, quiet: bool, as_json: bool
 ) -> int:
     """Would more queries help? Small trainings on a quarter, half, all of a release, and on its parent."""
-    from gradeloom.flows import show, show_retriever
+    from gradeloom.flows import show_retriever
     from gradeloom.flows.configure import read_config
-    from gradeloom.flows.orchestrate import run_flow
     from gradeloom.flows.probe import probe_named, run_probe
-    from gradeloom.flows.progress import Progress
     from gradeloom.schemas.retriever import RetrieverConfig
 
     config = read_config(RetrieverConfig, config_name, sets)
     compose = partial(run_probe, release=which, parent=parent)
-    with Progress(quiet=quiet) as progress:
-        named = probe_named(config, which)
-        ran = wait_for(run_flow(config, named=named, progress=progress, compose=compose))
+    ran = _run(config, probe_named(config, which), compose, quiet)
     if as_json:
-        click.echo(show.as_json(ran.result.as_json() | {"flow_run_url": ran.flow_run_url}))
+        _echo(ran.result.as_json(), ran.flow_run_url)
     else:
         show_retriever.probed(ran.result)
     return 0

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
+
+from gradeloom.schemas.retriever import CollectionConfig
 
 # A shell that starts its jobs in the background has them ignore SIGINT, and so would every process that
 # tests start and then stop as Ctrl-C does.
@@ -32,3 +34,27 @@ def realdata() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no real data at {folder}; set GRADELOOM_DATA")
     return folder.resolve()
+
+
+REAL_SETS: dict[str, tuple[str, str, str, str]] = {
+    "DL19": ("trec_dl2019_passage_text", "queries.jsonl", "passages.jsonl.gz", "qrels.txt"),
+    "DL20": ("trec_dl2020_passage_text", "queries.jsonl", "passages.jsonl.gz", "qrels.txt"),
+    "LLMJudge dev": ("llmjudge2024_dev_text", "queries.jsonl", "passages.jsonl.gz", "qrels.txt"),
+    "Chorus": ("chorus_ecommerce_graded", "queries.jsonl", "products.jsonl.gz", "qrels_0to3.txt"),
+    "MedQuAD": ("medquad_liveqa_graded", "queries.jsonl", "passages_all.jsonl.gz", "qrels_all_1to4.txt"),
+    "Cranfield": ("cranfield", "queries.jsonl", "corpus.jsonl.gz", "qrels.graded_1to4_best4.txt"),
+    "CSFCube": ("csfcube_cc-by-nc", "queries.jsonl", "docs.jsonl.gz", "qrels_0to3.txt"),
+    "SciFact": ("scifact", "queries.test.jsonl", "corpus.jsonl.gz", "qrels.test.txt"),
+}
+
+
+@pytest.fixture(scope="session")
+def real_set(realdata: Path) -> Callable[[str], CollectionConfig]:
+    """Where one of the real collections lies, by its name."""
+
+    def place(name: str) -> CollectionConfig:
+        folder, *files = REAL_SETS[name]
+        queries, corpus, qrels = (str(realdata / folder / file) for file in files)
+        return CollectionConfig(queries=queries, corpus=corpus, qrels=qrels)
+
+    return place

@@ -359,16 +359,7 @@ def test_a_release_is_read_as_it_was_cut_or_not_at_all(
 
 # --- the real ones ------------------------------------------------------------------------------
 
-REAL: dict[str, tuple[str, str, str, str]] = {
-    "DL19": ("trec_dl2019_passage_text", "queries.jsonl", "passages.jsonl.gz", "qrels.txt"),
-    "DL20": ("trec_dl2020_passage_text", "queries.jsonl", "passages.jsonl.gz", "qrels.txt"),
-    "LLMJudge dev": ("llmjudge2024_dev_text", "queries.jsonl", "passages.jsonl.gz", "qrels.txt"),
-    "Chorus": ("chorus_ecommerce_graded", "queries.jsonl", "products.jsonl.gz", "qrels_0to3.txt"),
-    "MedQuAD": ("medquad_liveqa_graded", "queries.jsonl", "passages_all.jsonl.gz", "qrels_all_1to4.txt"),
-    "Cranfield": ("cranfield", "queries.jsonl", "corpus.jsonl.gz", "qrels.graded_1to4_best4.txt"),
-    "CSFCube": ("csfcube_cc-by-nc", "queries.jsonl", "docs.jsonl.gz", "qrels_0to3.txt"),
-    "SciFact": ("scifact", "queries.test.jsonl", "corpus.jsonl.gz", "qrels.test.txt"),
-}
+RealSet = Callable[[str], CollectionConfig]
 
 
 @pytest.mark.realdata
@@ -388,10 +379,9 @@ REAL: dict[str, tuple[str, str, str, str]] = {
     ],
 )
 def test_real_collections_have_what_their_makers_say(
-    realdata: Path, name: str, queries: int, judged: int, passages: int, grades: dict[int, int]
+    real_set: RealSet, name: str, queries: int, judged: int, passages: int, grades: dict[int, int]
 ) -> None:
-    folder, *files = REAL[name]
-    found = three(*(realdata / folder / file for file in files))
+    found = read_collection(real_set(name))
     assert (len(found.queries), len(found.qrels), len(found.passages)) == (queries, judged, passages)
     assert Counter(grade for of in found.qrels.values() for grade in of.values()) == grades
     assert found.qrels.keys() <= found.queries.keys()
@@ -401,11 +391,11 @@ def test_real_collections_have_what_their_makers_say(
 
 
 @pytest.mark.realdata
-def test_chorus_has_products_without_a_description(realdata: Path) -> None:
-    folder, queries, corpus, qrels = REAL["Chorus"]
-    with gzip.open(realdata / folder / corpus) as file:
+def test_chorus_has_products_without_a_description(real_set: RealSet) -> None:
+    chorus = real_set("Chorus")
+    with gzip.open(str(chorus.corpus)) as file:
         rows = [json.loads(line) for line in file]
-    found = three(realdata / folder / queries, realdata / folder / corpus, realdata / folder / qrels)
+    found = read_collection(chorus)
     without = [row for row in rows if not row["text"]]
     assert len(without) == 721
     assert all(found.passages[row["_id"]] == row["title"].strip() for row in without)

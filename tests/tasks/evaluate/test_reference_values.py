@@ -6,7 +6,7 @@ published ones of whole corpora.
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,25 +18,9 @@ from gradeloom.tasks.evaluate.bm25 import bm25_run
 from gradeloom.tasks.evaluate.measures import measure
 from gradeloom.tasks.evaluate.search import dense_run
 
-SETS: dict[str, tuple[str, str, str, str]] = {
-    "DL19": ("trec_dl2019_passage_text", "queries.jsonl", "passages.jsonl.gz", "qrels.txt"),
-    "DL20": ("trec_dl2020_passage_text", "queries.jsonl", "passages.jsonl.gz", "qrels.txt"),
-    "LLMJudge dev": ("llmjudge2024_dev_text", "queries.jsonl", "passages.jsonl.gz", "qrels.txt"),
-    "Chorus": ("chorus_ecommerce_graded", "queries.jsonl", "products.jsonl.gz", "qrels_0to3.txt"),
-    "MedQuAD": ("medquad_liveqa_graded", "queries.jsonl", "passages_all.jsonl.gz", "qrels_all_1to4.txt"),
-    "Cranfield": ("cranfield", "queries.jsonl", "corpus.jsonl.gz", "qrels.graded_1to4_best4.txt"),
-    "CSFCube": ("csfcube_cc-by-nc", "queries.jsonl", "docs.jsonl.gz", "qrels_0to3.txt"),
-    "SciFact": ("scifact", "queries.test.jsonl", "corpus.jsonl.gz", "qrels.test.txt"),
-}
+RealSet = Callable[[str], CollectionConfig]
+
 GAINS = {"MedQuAD": {"gain_offset": 1}}
-
-
-def collection(realdata: Path, name: str) -> Collection:
-    folder, queries, corpus, qrels = SETS[name]
-    place = realdata / folder
-    return read_collection(
-        CollectionConfig(queries=str(place / queries), corpus=str(place / corpus), qrels=str(place / qrels))
-    )
 
 
 def ndcg(run: Any, judged: Collection, name: str) -> float:
@@ -56,8 +40,8 @@ def ndcg(run: Any, judged: Collection, name: str) -> float:
         ("SciFact", 0.657),
     ],
 )
-def test_bm25_has_its_known_values(realdata: Path, name: str, expected: float) -> None:
-    judged = collection(realdata, name)
+def test_bm25_has_its_known_values(real_set: RealSet, name: str, expected: float) -> None:
+    judged = read_collection(real_set(name))
     assert ndcg(bm25_run(judged, k=1000), judged, name) == pytest.approx(expected, abs=0.005)
 
 
@@ -80,8 +64,8 @@ DL19's was known before; the others were measured once with this code, to be hel
 @pytest.mark.realdata
 @pytest.mark.long
 @pytest.mark.parametrize("name", MINILM)
-def test_all_minilm_has_its_known_values(realdata: Path, name: str) -> None:
-    judged = collection(realdata, name)
+def test_all_minilm_has_its_known_values(real_set: RealSet, name: str) -> None:
+    judged = read_collection(real_set(name))
     encoder = load_encoder(EncoderConfig(query_tokens=64, passage_tokens=128))
     run = dense_run(encoder, judged, k=1000, pool=name == "CSFCube")
     assert ndcg(run, judged, name) == pytest.approx(MINILM[name], abs=0.005)
