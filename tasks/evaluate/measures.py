@@ -16,7 +16,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gradeloom.schemas.errors import InputError
@@ -51,7 +51,8 @@ def measure(
         Measure -> query id -> value, queries in the order of the qrels.
 
     Raises:
-        InputError: an unknown measure; a gain that is not whole, or beyond what trec_eval can take.
+        InputError: an unknown measure; a gain that is not whole, or beyond what trec_eval can take; an id
+            with a NUL character, where trec_eval's strings end.
     """
     measures = {name: _parse(name) for name in names}
     judged = {query: grades for query, grades in qrels.items() if grades}
@@ -61,6 +62,8 @@ def measure(
         query: {passage: float(len(ranking) - n) for n, passage in enumerate(ranking)}
         for query, ranking in rankings.items()
     }
+    _require_no_nul(judged)
+    _require_no_nul(ranks)
     values: dict[str, dict[str, float]] = {}
     for kinds, grade in (
         (("nDCG",), lambda g: _gain(g, gain_offset)),
@@ -74,6 +77,13 @@ def measure(
         if kind == "unjudged":
             values[name] = {q: 1 - v if q in ranks else 0.0 for q, v in values[name].items()}
     return {name: values[name] for name in names}
+
+
+def _require_no_nul(of: Mapping[str, Iterable[str]]) -> None:
+    for query, passages in of.items():
+        for what, one in (("query", query), *(("passage", passage) for passage in passages)):
+            if "\0" in one:
+                raise InputError(f"{what} id {one!r}: expected no NUL character")
 
 
 def _parse(name: str) -> tuple[str, Any]:

@@ -114,6 +114,21 @@ def test_an_unknown_measure_names_those_there_are(name: str) -> None:
         measure(RUN, QRELS, [name])
 
 
+@pytest.mark.parametrize(
+    ("run", "qrels"),
+    [
+        ({"q": {"a\0b": 1.0}}, {"q": {"a": 1}}),
+        ({"q": {"a": 1.0}}, {"q": {"a\0b": 1}}),
+        ({"q\0": {"a": 1.0}}, {"q\0": {"a": 1}}),
+    ],
+)
+def test_an_id_that_trec_eval_would_cut_short_is_refused(
+    run: dict[str, dict[str, float]], qrels: dict[str, dict[str, float]]
+) -> None:
+    with pytest.raises(InputError, match=r"expected no NUL character"):
+        measure(run, qrels, ["AP"])
+
+
 def test_real_valued_grades_have_no_ndcg_but_all_else() -> None:
     qrels = {"q": {"a": 0.4, "b": 2.6, "d": 1.5}}
     for name in ("nDCG@10", "nDCG-exp@10"):
