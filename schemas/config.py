@@ -436,6 +436,27 @@ class RunConfig(Settings):
     canary: CanaryConfig | None = operational(None)
 
 
+class GateRule(Settings):
+    """What a release must bear out; see `gradeloom.tasks.evaluate.gate`."""
+
+    metric: Literal["grade_precision", "diversity"] = Field(
+        description="Share of the passages of a grade that have it; 1 - mean cosine of passages of a grade, "
+        "each of another query."
+    )
+    level: int | None = Field(None, description="The released grade; default: all together.")
+    source: Literal["audit", "judge"] = Field(
+        "judge", description="Who says so: people (`release audit`), or the release's judge."
+    )
+    min: float = Field(ge=0, le=1, description="The one-sided 95 % lower bound must reach it.")
+    n_min: int = Field(100, ge=1, description="Passages that the figure must rest on.")
+
+    @model_validator(mode="after")
+    def _nobody_is_asked_for_diversity(self) -> GateRule:
+        if self.metric == "diversity" and self.source == "audit":
+            raise ValueError("diversity is measured, not audited; leave `source` out")
+        return self
+
+
 class ReleaseConfig(Settings):
     name: str
     version: str = "0.1.0"

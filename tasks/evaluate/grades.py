@@ -109,13 +109,13 @@ def quality(folder: Path, grades: Sequence[int]) -> dict[str, Any]:
     kept, rejected, words = _Judged(), _Judged(), _Words()
     sample = _ListSample(size=max(1, BLIND_PASSAGES // len(grades)))
     lists = 0
-    for row in _rows(folder / "lists", _LIST_COLUMNS):
+    for row in rows(folder / "lists", _LIST_COLUMNS):
         lists += 1
         kept.add(row)
         words.add(row)
         sample.add(row)
     finished = lists
-    for row in _rows(folder / "rejects", _REJECT_COLUMNS):
+    for row in rows(folder / "rejects", _REJECT_COLUMNS):
         finished += row["status"] != "unused"
         rejected.add(row)
     figures = {
@@ -295,11 +295,11 @@ class _ListSample:
 
     def columns(self) -> tuple[list[str], list[int], list[str]]:
         """Passages, grades and query ids, (N,) each, in the order of the digest."""
-        rows = sorted(self._heap, reverse=True)
+        first = sorted(self._heap, reverse=True)
         return (
-            [text for _, _, texts, _ in rows for text in texts],
-            [grade for _, _, _, grades in rows for grade in grades],
-            [query_id for _, query_id, texts, _ in rows for _ in texts],
+            [text for _, _, texts, _ in first for text in texts],
+            [grade for _, _, _, grades in first for grade in grades],
+            [query_id for _, query_id, texts, _ in first for _ in texts],
         )
 
 
@@ -338,7 +338,12 @@ def _percentile(histogram: Counter[int], percent: int) -> int:
     raise ValueError("no values")
 
 
-def _rows(folder: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+def rows(folder: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The rows of a table, a row group at a time in memory.
+
+    Raises:
+        InputError: a file cannot be read or lacks a column.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
