@@ -70,6 +70,8 @@ SETS = {
     ),
 }  # fmt: skip
 MAIN, MORE = ("dl19", "dl20", "cranfield"), ("chorus", "medquad")
+TWINS = "twins of dl19"
+"""A set of another kind: source bias on it, not nDCG@10."""
 
 LOSSES = {
     "weakened": ("gaussian", "aligned", "ordinal", "infonce"),
@@ -193,6 +195,8 @@ def stages() -> Iterable[tuple[str, list[Training | Cell]]]:
     yield "seeds", [Cell(training, name) for training in seeds for name in MAIN]
     first = [training for training in seeds if training.seed == 0]
     yield "finalists elsewhere", [Cell(training, name) for training in first for name in MORE]
+    biased = [*LOSSES, *(training for training in main if training.start == "minilm")]
+    yield "source bias", [Cell(model, TWINS) for model in biased]
     for start in LOSSES:
         controls = [Training(start, chosen(start, "gaussian"), labels=labels) for labels in CONTROLS]
         yield f"label controls, {start}: training", list(controls)
@@ -358,10 +362,23 @@ def evaluate(cell: Cell) -> None:
     finish(cell, measure(run, found.qrels, MEASURES, **options))
 
 
+def measure_bias(cell: Cell) -> None:
+    import torch
+
+    from gradeloom.tasks.evaluate.bias import read_twins, source_bias
+
+    twins = read_twins(DATA / "recorded/twins_dl19.jsonl")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = source_bias(model_of(cell.model), collection("dl19"), twins, seed=0)
+    finish(cell, asdict(found))
+
+
 def compute(cell: Training | Cell) -> tuple[str, float]:
     began = time.monotonic()
     if isinstance(cell, Training):
         train(cell)
+    elif cell.set == TWINS:
+        measure_bias(cell)
     else:
         evaluate(cell)
     return str(cell), time.monotonic() - began
@@ -438,6 +455,8 @@ def report() -> None:
             print(line)
     print("\nlabel controls of gaussian, seed 0")
     print(_controls())
+    print("\nsource bias on the recorded twins (w - 1/2 > 0 and D < 0 favour the language model), seed 0")
+    print(_bias())
     print("\nsettings chosen on LLMJudge-2024-dev (25 queries)")
     for start, losses in LOSSES.items():
         for loss in losses:
@@ -510,6 +529,21 @@ def _controls() -> str:
             if all(done(Cell(training, name)) for name in MAIN):
                 row = "".join(f"{mean(Cell(training, name)):11.3f}" for name in MAIN)
                 lines.append(f"  {start + ', ' + labels:28}{row}")
+    return "\n".join(lines)
+
+
+def _bias() -> str:
+    lines = [f"  {'':18}{'w - 1/2':>9}{'95 %':>18}{'D (%)':>9}{'95 %':>18}"]
+    trained = {loss: Training("minilm", chosen("minilm", loss)) for loss in LOSSES["minilm"]}
+    for said, model in {"minilm, untrained": "minilm", **trained}.items():
+        cell = Cell(model, TWINS)
+        if done(cell):
+            found = json.loads((path_of(cell) / "cell.json").read_text("utf-8"))
+            w, d = (found[key] for key in ("w_interval", "d_interval"))
+            lines.append(
+                f"  {said:18}{found['w_minus_half']:9.3f}{f'{w[0]:.3f} to {w[1]:.3f}':>18}"
+                f"{found['d']:9.1f}{f'{d[0]:.1f} to {d[1]:.1f}':>18}"
+            )
     return "\n".join(lines)
 
 
