@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import orjson
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from gradeloom.schemas.rows import digest
 
@@ -93,3 +93,14 @@ class Manifest(BaseModel):
     digest: str
     content: Content
     observed: dict[str, Any]
+
+    def files(self) -> list[ReleasedFile]:
+        """Every file of the release but the manifest: those of `content`, then those of `observed`.
+
+        Raises:
+            pydantic.ValidationError: `observed` lists something else than files.
+        """
+        return [*self.content.files, *_FILES.validate_python(self.observed.get("files", []))]
+
+
+_FILES = TypeAdapter(list[ReleasedFile])

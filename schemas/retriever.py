@@ -55,7 +55,7 @@ class EncoderConfig(Settings):
 class CollectionConfig(Settings):
     """Queries, passages and graded judgements: a release, a BEIR folder, or three files."""
 
-    release: str | None = Field(None, description="A release: folder, `name` or `name@version`.")
+    release: str | None = Field(None, description="A release: folder, URL, `name` or `name@version`.")
     path: str | None = Field(None, description="A BEIR folder: corpus.jsonl, queries.jsonl, qrels/*.tsv.")
     split: str = Field("test", description="Which qrels of the BEIR folder: qrels/<split>.tsv.")
     queries: str | None = Field(None, description="File of queries: .jsonl .tsv .parquet, optionally .gz.")

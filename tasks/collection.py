@@ -65,7 +65,7 @@ def read_collection(
 
     Args:
         config: where it is.
-        releases: folder in which `config.release` is looked for when it is no path.
+        releases: folder or URL in which `config.release` is looked for when it is no path or URL.
         name: of the collection; default: of the release (`name@version`), folder or file.
 
     Raises:
@@ -73,7 +73,7 @@ def read_collection(
             named), or a release is not as it was cut.
     """
     if config.release is not None:
-        return _release(config, Path(releases), name)
+        return _release(config, releases, name)
     if config.path is not None:
         folder = Path(config.path)
         if not folder.is_dir():
@@ -125,7 +125,7 @@ def read_qrels(path: str | Path) -> Qrels:
 # --- a release ------------------------------------------------------------------------------
 
 
-def _release(config: CollectionConfig, releases: Path, name: str | None) -> Collection:
+def _release(config: CollectionConfig, releases: str | Path, name: str | None) -> Collection:
     # Releases are a kind of step of their own, and no other top-level module needs them.
     from gradeloom.tasks.release.catalog import find, read_manifest
     from gradeloom.tasks.release.tables import read_rows, table_files

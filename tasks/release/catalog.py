@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +27,22 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        data = orjson.loads(path.read_bytes())
+        written = path.read_bytes()
     except FileNotFoundError:
         raise InputError(f"no release here: {MANIFEST} is missing", file=folder) from None
     except OSError as error:
         raise InputError(f"cannot be read: {error.strerror}", file=path) from error
+    return parse_manifest(written, path)
+
+
+def parse_manifest(written: bytes, path: Path | str) -> Manifest:
+    """The manifest in the bytes of a file at `path`.
+
+    Raises:
+        InputError: it is no manifest, or one of another format than this version reads.
+    """
+    try:
+        data = orjson.loads(written)
     except orjson.JSONDecodeError as error:
         raise InputError(f"not valid JSON: {error}", file=path) from error
     content = data.get("content") if isinstance(data, dict) else None
@@ -39,11 +52,13 @@ def read_manifest(folder: Path) -> Manifest:
             f"release format {found!r}; this gradeloom reads format {FORMAT}", file=path, field="format"
         )
     try:
-        return Manifest.model_validate(data)
+        manifest = Manifest.model_validate(data)
+        manifest.files()
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
         raise InputError(f"not a release manifest: {first['msg']}", file=path, field=field) from error
+    return manifest
 
 
 @dataclass(frozen=True)
@@ -51,6 +66,7 @@ class Summary:
     """One line of `release list`.
 
     Attributes:
+        path: its folder, or its URL.
         rows: rows per table; empty when the manifest cannot be read.
         released_at: UTC time of the cut, ISO 8601.
         latest: the highest version of its name that is no release candidate.
@@ -59,7 +75,7 @@ class Summary:
 
     name: str
     version: str
-    path: Path
+    path: Path | str
     kind: str = ""
     rows: dict[str, int] | None = None
     digest: str = ""
@@ -69,7 +85,11 @@ class Summary:
 
 
 def list_releases(root: Path | str) -> list[Summary]:
-    """Every release under a root, by name, then from the lowest version to the highest."""
+    """Every release under a root, a folder or a URL, by name, then from the lowest version to the highest."""
+    if _is_url(root):
+        from gradeloom.tasks.release.remote import list_releases_at
+
+        return list_releases_at(str(root))
     root = Path(root)
     if not root.is_dir():
         return []
@@ -77,17 +97,30 @@ def list_releases(root: Path | str) -> list[Summary]:
     for home in sorted(root.iterdir()):
         if home.is_dir() and NAME.fullmatch(home.name):
             versions = _versions(home)
-            newest = _newest(versions)
-            summaries += [_summary(home / version, latest=version == newest) for version in versions]
+            latest = newest(versions)
+            for version in versions:
+                folder = home / version
+                read = partial(read_manifest, folder)
+                summaries.append(summary(home.name, version, folder, read, version == latest))
     return summaries
 
 
 def find(root: Path | str, which: str) -> Path:
     """The folder of a release: a path to it, `name@version`, or `name` for its latest version.
 
+    Args:
+        root: of releases: a folder, or a URL.
+        which: as above, or a URL. What lies at a URL is fetched; the folder is its local copy.
+
     Raises:
-        InputError: there is no such release; the message says which there are.
+        InputError: there is no such release; the message says which there are. Or it cannot be fetched.
     """
+    root, which = str(root).removeprefix("file://"), which.removeprefix("file://")
+    url = url_of(root, which)
+    if url is not None:
+        from gradeloom.tasks.release.remote import local_copy
+
+        return local_copy(url)
     if (Path(which) / MANIFEST).is_file():
         return Path(which)
     if "/" in which and Path(which).is_dir():
@@ -97,28 +130,64 @@ def find(root: Path | str, which: str) -> Path:
     if not NAME.fullmatch(name) or not home.is_dir():
         known = sorted({summary.name for summary in list_releases(root)})
         raise InputError(f"no release '{which}' under {root}; there are: {', '.join(known) or 'none'}")
-    versions = _versions(home)
+    return home / _chosen(name, version, _versions(home), root)
+
+
+def url_of(root: Path | str, which: str) -> str | None:
+    """Where `which` lies, when that is no folder here: at a URL of its own, or under a root at one.
+
+    Raises:
+        InputError: there is no such release under the root.
+    """
+    if _is_url(which):
+        return which
+    if not _is_url(root):
+        return None
+    from gradeloom.tasks.release.remote import open_place, versions_at
+
+    name, _, version = which.partition("@")
+    if not NAME.fullmatch(name):
+        raise InputError(f"'{which}' is no release under {root}; expected NAME or NAME@VERSION")
+    home = open_place(str(root)).below(name)
+    return home.below(_chosen(name, version, versions_at(home), root)).url
+
+
+def _is_url(place: Path | str) -> bool:
+    return "://" in str(place)
+
+
+def _chosen(name: str, version: str, versions: list[str], root: Path | str) -> str:
+    """The version that was asked for, or the latest one."""
     if version:
         if version not in versions:
             raise InputError(f"no version '{version}' of {name}; there are: {', '.join(versions) or 'none'}")
-        return home / version
-    newest = _newest(versions)
-    if newest is None:
+        return version
+    latest = newest(versions)
+    if latest is None:
         candidates = f"; name a candidate: {', '.join(versions)}" if versions else ""
         raise InputError(f"no released version of {name} under {root}{candidates}")
-    return home / newest
+    return latest
 
 
 def next_version(root: Path | str, name: str, after: str) -> str:
-    """The next free minor version of a name after a version.
+    """The next free minor version of a name under a root, a folder, after a version.
+
+    Raises:
+        InputError: `after` is no version.
+    """
+    return free_version(after, lambda version: (Path(root) / name / version).exists())
+
+
+def free_version(after: str, taken: Callable[[str], bool]) -> str:
+    """The next minor version after a version that is not taken.
 
     Raises:
         InputError: `after` is no version.
     """
     if not VERSION.fullmatch(after):
         raise InputError(f"'{after}' is not a version; expected MAJOR.MINOR.PATCH, e.g. 0.1.0")
-    major, minor, *_ = _order(after)
-    while (Path(root) / name / f"{major}.{minor + 1}.0").exists():
+    major, minor, *_ = order(after)
+    while taken(f"{major}.{minor + 1}.0"):
         minor += 1
     return f"{major}.{minor + 1}.0"
 
@@ -157,15 +226,16 @@ def table_rows(content: Content) -> dict[str, int]:
     return rows
 
 
-def _summary(folder: Path, *, latest: bool) -> Summary:
+def summary(name: str, version: str, path: Path | str, read: Callable[[], Manifest], latest: bool) -> Summary:
+    """One line of `release list`; `read` reads the manifest."""
     try:
-        manifest = read_manifest(folder)
+        manifest = read()
     except InputError as error:
-        return Summary(folder.parent.name, folder.name, folder, latest=latest, problem=str(error))
+        return Summary(name, version, path, latest=latest, problem=str(error))
     return Summary(
-        folder.parent.name,
-        folder.name,
-        folder,
+        name,
+        version,
+        path,
         kind=manifest.content.kind,
         rows=table_rows(manifest.content),
         digest=manifest.digest,
@@ -177,14 +247,15 @@ def _summary(folder: Path, *, latest: bool) -> Summary:
 def _versions(home: Path) -> list[str]:
     """The versions of one name, ascending. A folder without a manifest is no release."""
     found = [f.name for f in home.iterdir() if VERSION.fullmatch(f.name) and (f / MANIFEST).is_file()]
-    return sorted(found, key=_order)
+    return sorted(found, key=order)
 
 
-def _newest(versions: list[str]) -> str | None:
+def newest(versions: list[str]) -> str | None:
+    """The highest of ascending versions that is no candidate."""
     return next((version for version in reversed(versions) if "-" not in version), None)
 
 
-def _order(version: str) -> tuple[int, int, int, int, int]:
+def order(version: str) -> tuple[int, int, int, int, int]:
     """Semantic order: 0.2.0-rc.2 < 0.2.0-rc.10 < 0.2.0 < 0.10.0."""
     core, _, candidate = version.partition("-rc.")
     major, minor, patch = (int(part) for part in core.split("."))

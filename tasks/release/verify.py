@@ -45,13 +45,22 @@ def require_untouched(folder: Path) -> None:
 
 def _unedited(folder: Path) -> Manifest:
     manifest = read_manifest(folder)
+    require_unedited(manifest, folder / MANIFEST)
+    return manifest
+
+
+def require_unedited(manifest: Manifest, file: Path | str) -> None:
+    """The content of a manifest must have the digest that is written beside it.
+
+    Raises:
+        InputError: it has not.
+    """
     if manifest.content.digest() != manifest.digest:
         raise InputError(
             "`content` does not have the digest that is written beside it; the manifest was edited",
-            file=folder / MANIFEST,
+            file=file,
             field="digest",
         )
-    return manifest
 
 
 def check(folder: Path, content: Content) -> list[str]:

@@ -111,7 +111,7 @@ def cut_release(
     home = Path(config.root) / config.name
     target = home / config.version
     make_place(config)
-    with _alone(home), _staging(home, config.version) as staging:
+    with alone(home), staging_folder(home, config.version) as staging:
         rows = _write_tables(staging, target, stories)
         if not rows["queries"]:
             raise InputError("no list was kept; a release without rows is not cut", file=target)
@@ -120,7 +120,7 @@ def cut_release(
             "judge_independent": facts.judge_independent,
             **quality(staging),
         }
-        with _writing(target):
+        with writing(target):
             _write_card(staging, config, facts, figures, rows)
         _reload(staging, target, rows)
         content = _content(staging, config, facts, figures)
@@ -130,9 +130,9 @@ def cut_release(
             digest=content.digest(), content=content, observed={**observed(), "released_at": now}
         )
         crash_point("before-manifest")
-        with _writing(target):
+        with writing(target):
             _write_manifest(staging, manifest)
-            return _publish(staging, target, manifest)
+            return put_in_place(staging, target, manifest)
 
 
 def existing(config: ReleaseConfig) -> Manifest | None:
@@ -152,7 +152,7 @@ def make_place(config: ReleaseConfig) -> None:
         InputError: it cannot be made.
     """
     home = Path(config.root) / config.name
-    with _writing(home / config.version):
+    with writing(home / config.version):
         home.mkdir(parents=True, exist_ok=True)
 
 
@@ -160,7 +160,7 @@ def make_place(config: ReleaseConfig) -> None:
 
 
 @contextmanager
-def _writing(target: Path) -> Iterator[None]:
+def writing(target: Path) -> Iterator[None]:
     """Turn what the disk refuses into an error that names the release."""
     try:
         yield
@@ -171,12 +171,12 @@ def _writing(target: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _alone(home: Path) -> Iterator[None]:
+def alone(home: Path) -> Iterator[None]:
     """Wait for whoever cuts a version of this name. The kernel frees the lock of the dead."""
-    with _writing(home):
+    with writing(home):
         handle = os.open(home / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        with _writing(home):
+        with writing(home):
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
@@ -184,7 +184,7 @@ def _alone(home: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _staging(home: Path, version: str) -> Iterator[Path]:
+def staging_folder(home: Path, version: str) -> Iterator[Path]:
     """An empty folder beside the releases, removed at the end unless it was renamed.
 
     The lock is held, so whatever staging folder is found was left by a process that died.
@@ -193,14 +193,14 @@ def _staging(home: Path, version: str) -> Iterator[Path]:
         shutil.rmtree(leftover, ignore_errors=True)
     staging = home / f".staging-{version}-{os.getpid()}"
     try:
-        with _writing(home / version):
+        with writing(home / version):
             staging.mkdir()
         yield staging
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _publish(staging: Path, target: Path, manifest: Manifest) -> Released:
+def put_in_place(staging: Path, target: Path, manifest: Manifest) -> Released:
     """Rename the finished folder to its version, unless that stands already."""
     try:
         staging.rename(target)
@@ -231,16 +231,16 @@ def _write_tables(staging: Path, target: Path, stories: Iterable[Story]) -> dict
         Rows per table.
     """
     with ExitStack() as stack:
-        with _writing(target):
+        with writing(target):
             writers = {table: TableWriter(staging / table, schema) for table, schema in TABLES.items()}
         for writer in writers.values():
             stack.callback(writer.abort)
         for story in stories:
             released = list(_rows(story))
-            with _writing(target):
+            with writing(target):
                 for table, row in released:
                     writers[table].add(row)
-        with _writing(target):
+        with writing(target):
             for table, writer in writers.items():
                 writer.close()
                 sync_folder(staging / table)
