@@ -10,11 +10,15 @@ from pathlib import Path
 import click
 
 from gradeloom.flows.options import json_option, root_option
+from gradeloom.flows.publish_cli import publish
 
 
 @click.group()
 def release() -> None:
-    """Look at, check and export releases. WHICH is NAME, NAME@VERSION or a folder."""
+    """Look at, check, export and publish releases. WHICH is NAME, NAME@VERSION, a folder or a URL."""
+
+
+release.add_command(publish)
 
 
 @release.command("list")
@@ -50,16 +54,23 @@ def release_show(which: str, root: str, as_json: bool) -> None:
 
 @release.command("verify")
 @click.argument("which")
+@click.option("--cached", is_flag=True, help="Of a URL: check the local copy, do not read it all again.")
 @root_option("releases")
 @json_option
-def release_verify(which: str, root: str, as_json: bool) -> None:
+def release_verify(which: str, cached: bool, root: str, as_json: bool) -> None:
     """Check hashes, schemas, keys, references and accounting; exit 2 at the first thing that is wrong."""
     from gradeloom.flows import show
-    from gradeloom.tasks.release.catalog import find
+    from gradeloom.tasks.release.catalog import find, url_of
     from gradeloom.tasks.release.verify import verify
 
-    folder = find(root, which)
-    checked = verify(folder)
+    url = None if cached else url_of(root, which)
+    if url is None:
+        folder: Path | str = find(root, which)
+        checked = verify(Path(folder))
+    else:
+        from gradeloom.tasks.release.remote import verify_url
+
+        folder, checked = url, verify_url(url)
     if as_json:
         click.echo(show.as_json({"path": folder, "verified": True, "checked": checked}))
         return

@@ -86,7 +86,7 @@ class Summary:
 
 def list_releases(root: Path | str) -> list[Summary]:
     """Every release under a root, a folder or a URL, by name, then from the lowest version to the highest."""
-    if _is_url(root):
+    if is_url(root):
         from gradeloom.tasks.release.remote import list_releases_at
 
         return list_releases_at(str(root))
@@ -139,9 +139,9 @@ def url_of(root: Path | str, which: str) -> str | None:
     Raises:
         InputError: there is no such release under the root.
     """
-    if _is_url(which):
+    if is_url(which):
         return which
-    if not _is_url(root):
+    if not is_url(root):
         return None
     from gradeloom.tasks.release.remote import open_place, versions_at
 
@@ -152,8 +152,9 @@ def url_of(root: Path | str, which: str) -> str | None:
     return home.below(_chosen(name, version, versions_at(home), root)).url
 
 
-def _is_url(place: Path | str) -> bool:
-    return "://" in str(place)
+def is_url(place: Path | str) -> bool:
+    """Whether this names something in a store, and not a folder here or a release."""
+    return "://" in str(place) and not str(place).startswith("file://")
 
 
 def _chosen(name: str, version: str, versions: list[str], root: Path | str) -> str:

@@ -22,15 +22,8 @@ import orjson
 from gradeloom.schemas.config import NAME, VERSION
 from gradeloom.schemas.errors import InputError
 from gradeloom.schemas.manifest import Manifest, ReleasedFile
-from gradeloom.tasks.release.catalog import MANIFEST, free_version, read_manifest
-from gradeloom.tasks.release.remote import (
-    Place,
-    asking,
-    is_url,
-    open_place,
-    read_remote_manifest,
-    refuse_others,
-)
+from gradeloom.tasks.release.catalog import MANIFEST, free_version, is_url, read_manifest
+from gradeloom.tasks.release.remote import Place, asking, open_place, read_remote_manifest, refuse_others
 from gradeloom.tasks.release.verify import require_untouched
 from gradeloom.tasks.release.write import alone, put_in_place, staging_folder, writing
 

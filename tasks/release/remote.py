@@ -101,11 +101,6 @@ class Place:
         return sorted(PurePosixPath(one["name"]).name for one in found if one["type"] == "directory")
 
 
-def is_url(text: str) -> bool:
-    """Whether this names something in a store, and not a folder here or a release's name."""
-    return "://" in text
-
-
 @contextmanager
 def asking(url: str) -> Iterator[None]:
     """Turn what a store's library raises into one line that names the place."""
