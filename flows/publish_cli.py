@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from gradeloom.flows.options import json_option, quiet_option, root_option
+from gradeloom.flows.options import hush_libraries, json_option, quiet_option, root_option
 
 
 @click.command("publish")
@@ -30,6 +30,7 @@ def publish(
     from gradeloom.tasks.release import publish as stores
     from gradeloom.tasks.release.catalog import find
 
+    hush_libraries()
     bundle = stores.read_bundle(find(root, which))
     with Progress(quiet=quiet) as progress:
         report = following(progress, "publish", "bytes")

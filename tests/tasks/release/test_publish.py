@@ -156,7 +156,7 @@ def test_a_store_that_overwrites_is_refused_unless_one_alone_writes(
         "_open",
         lambda self, path, mode="rb", **more: open_(self, path, mode.replace("x", "w"), **more),
     )
-    with pytest.raises(InputError, match="only if it is not there.*--single-writer"):
+    with pytest.raises(InputError, match=r"only if it is not there.*--single-writer"):
         publish(read_bundle(release), memory)
     assert not fsspec.filesystem("memory").find(memory)
     assert publish(read_bundle(release), memory, single_writer=True).state == "published"
