@@ -112,7 +112,7 @@ def asking(url: str) -> Iterator[None]:
         # Every store's library has errors of its own; what is none of theirs is a defect of ours.
         if type(error).__module__ == "builtins" and not isinstance(error, OSError):
             raise
-        raise InputError(f"the store does not do it: {first_line(error)}", file=url) from error
+        raise InputError(f"the store refuses or cannot be reached: {first_line(error)}", file=url) from error
 
 
 def open_place(url: str) -> Place:

@@ -51,7 +51,9 @@ class Store:
         self.client.put_object(Bucket=BUCKET, Key=key, Body=data)
 
     def requests(self) -> list[str]:
-        return self.log.read_text().splitlines() if self.log.exists() else []
+        """`METHOD PATH` of every request so far but those of `client`."""
+        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        return [line.partition("\t")[0] for line in lines if "\tBoto3/" not in line]
 
     def clear(self) -> None:
         for key in self.keys():
@@ -103,7 +105,8 @@ def _serve(port: int, log: str) -> None:
     with open(log, "a") as requests:  # noqa: PTH123
 
         def logged(environ: dict[str, Any], start_response: Any) -> Any:
-            requests.write(f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}\n")
+            agent = environ.get("HTTP_USER_AGENT", "")
+            requests.write(f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}\t{agent}\n")
             requests.flush()
             return app(environ, start_response)
 
