@@ -582,6 +582,8 @@ class GradedRun:
             "python": platform.python_version(),
             "gradeloom": version("gradeloom"),
             "run": str(self.run.path),
+            "stages": self.recipe.fingerprints,  # with `run`: where `release lineage` finds a row's shards
+            "examples": {"path": self.config.generation.examples, "digest": self.generator.examples_digest},
             "flow_run": self.tasks.flow_run_url or self.tasks.flow_run,
             "engine_flags": list(self.engine.flags),
         }
