@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -173,3 +174,48 @@ def read_rows(
                         yield Place(path, number), row
         except (pa.ArrowException, OSError) as error:
             raise InputError(f"cannot be read as Parquet ({error})", file=path) from error
+
+
+def locate(folder: Path, table: str, number: int) -> Place:
+    """The file and row of the `number`-th row (from 0) of a table."""
+    for path in table_files(folder, table):
+        rows = pq.read_metadata(path).num_rows
+        if number < rows:
+            return Place(path, number + 1)
+        number -= rows
+    raise AssertionError(f"{table} has no row {number}")
+
+
+def row_at(place: Place) -> dict[str, Any]:
+    """One row, whole; its row group is what is read.
+
+    Raises:
+        InputError: the file cannot be read as Parquet.
+    """
+    number = place.row - 1
+    try:
+        with pq.ParquetFile(place.file) as file:
+            for group in range(file.num_row_groups):
+                rows = file.metadata.row_group(group).num_rows
+                if number < rows:
+                    found: dict[str, Any] = file.read_row_group(group).slice(number, 1).to_pylist()[0]
+                    return found
+                number -= rows
+    except (pa.ArrowException, OSError) as error:
+        raise InputError(f"cannot be read as Parquet ({error})", file=place.file) from error
+    raise AssertionError(f"{place.file} has no row {place.row}")
+
+
+@contextmanager
+def index_on_disk() -> Iterator[sqlite3.Connection]:
+    """An empty index of rows that SQLite keeps in the temporary folder, not in memory, while it is open.
+
+    Raises:
+        InputError: it cannot be kept there.
+    """
+    try:
+        with closing(sqlite3.connect("")) as index:
+            index.executescript("PRAGMA journal_mode = OFF; PRAGMA cache_size = -16384;")
+            yield index
+    except sqlite3.OperationalError as error:
+        raise InputError(f"cannot keep the index of its rows in the temporary folder: {error}") from error

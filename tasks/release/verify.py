@@ -7,7 +7,6 @@ import math
 import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from gradeloom.schemas.errors import InputError
 from gradeloom.schemas.manifest import Content, Manifest
 from gradeloom.schemas.rows import digest
 from gradeloom.tasks.release.catalog import MANIFEST, read_manifest, table_rows
-from gradeloom.tasks.release.tables import TABLES, Place, read_rows, table_files
+from gradeloom.tasks.release.tables import TABLES, Place, index_on_disk, locate, read_rows, table_files
 
 
 def verify(folder: Path) -> list[str]:
@@ -147,8 +146,6 @@ def _check_schema(path: Path, found: pa.Schema, expected: pa.Schema) -> None:
 # --- rows: keys, references, grades ---------------------------------------------------------
 
 _INDEX = """
-PRAGMA journal_mode = OFF;
-PRAGMA cache_size = -16384;
 CREATE TABLE queries (id TEXT PRIMARY KEY, text TEXT, place INTEGER) WITHOUT ROWID;
 CREATE TABLE corpus (id TEXT PRIMARY KEY, text TEXT, place INTEGER) WITHOUT ROWID;
 CREATE TABLE qrels (query TEXT, passage TEXT, score INTEGER, place INTEGER,
@@ -210,19 +207,16 @@ _RULES = (
 
 def _check_rows(folder: Path, content: Content) -> str:
     """Keys, references and grades, through an index that SQLite keeps on disk, not in memory."""
-    try:
-        with closing(sqlite3.connect("")) as index:
-            index.executescript(_INDEX)
-            _fill(index, folder, content)
-            for rule in _RULES:
-                broken = index.execute(f"{rule.bad} ORDER BY 1 LIMIT 1").fetchone()
-                if broken is not None:
-                    place = _locate(folder, rule.table, broken[0])
-                    raise InputError(
-                        rule.message.format(*broken[1:]), file=place.file, row=place.row, field=rule.field
-                    )
-    except sqlite3.OperationalError as error:
-        raise InputError(f"cannot keep the index of its rows in the temporary folder: {error}") from error
+    with index_on_disk() as index:
+        index.executescript(_INDEX)
+        _fill(index, folder, content)
+        for rule in _RULES:
+            broken = index.execute(f"{rule.bad} ORDER BY 1 LIMIT 1").fetchone()
+            if broken is not None:
+                place = locate(folder, rule.table, broken[0])
+                raise InputError(
+                    rule.message.format(*broken[1:]), file=place.file, row=place.row, field=rule.field
+                )
     return "rows: keys unique, references resolve, scores are the rounded grades, grades are levels"
 
 
@@ -331,16 +325,6 @@ def _levels(folder: Path, content: Content) -> set[int]:
             file=folder / MANIFEST,
             field="content.config.levels",
         ) from None
-
-
-def _locate(folder: Path, table: str, number: int) -> Place:
-    """The file and row of the `number`-th row (from 0) of a table."""
-    for path in table_files(folder, table):
-        rows = pq.read_metadata(path).num_rows
-        if number < rows:
-            return Place(path, number + 1)
-        number -= rows
-    raise AssertionError(f"{table} has no row {number}")
 
 
 # --- accounting -----------------------------------------------------------------------------
