@@ -4,6 +4,7 @@
     python bench/retriever.py --quick     # four losses, one start, two sets: 15 minutes
     python bench/retriever.py --list      # what is done and what is left
     python bench/retriever.py --report    # the tables of what is done
+    python bench/retriever.py --record    # keep what is done in bench/retriever-results.json.gz
 
 Training data is the `agreed` release of the recorded lists, the same lists, passages and steps for every
 loss (B=16, K=4, five epochs). Two starts: `minilm`, all-MiniLM-L6-v2 as it is, and `weakened`, the same
@@ -11,12 +12,14 @@ with its last two layers drawn anew (damaged, not self-supervised). In every cel
 layers learn; what lies below is computed once per text (cached_layers.py). Temperature and label
 temperature are chosen per loss and start on LLMJudge-2024-dev alone. Training and search run in bfloat16
 where autocast has it (losses and the optimiser's weights stay in float32). Every cell is a file, and a run
-that was stopped goes on where it was.
+that was stopped goes on where it was; what stands on record beside this file is not computed again unless
+asked to.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import multiprocessing
 import os
@@ -34,8 +37,9 @@ from typing import Any
 
 DATA = Path("../shared/data")
 OUT = Path("build/bench-retriever")
-STEP = 1
-"""Raised when a cell would come out differently for the same words."""
+RECORD = Path(__file__).with_name("retriever-results.json.gz")
+STEPS = {"models": 1, "values": 2}
+"""Raised when cells would come out differently for the same words."""
 
 TOKENS = {"query_tokens": 64, "passage_tokens": 128}
 LAYERS = 4
@@ -69,7 +73,9 @@ SETS = {
         "medquad_liveqa_graded", "passages_all.jsonl.gz", "qrels_all_1to4.txt", binary_at=3, gain_offset=1,
     ),
 }  # fmt: skip
+DEV = "llmjudge"
 MAIN, MORE = ("dl19", "dl20", "cranfield"), ("chorus", "medquad")
+TWINS_FILE = DATA / "recorded/twins_dl19.jsonl"
 TWINS = "twins of dl19"
 """A set of another kind: source bias on it, not nDCG@10."""
 
@@ -94,7 +100,11 @@ def grid(start: str, loss: str) -> list[Terms]:
         parts = [dict(chosen(start, part)[0]) for part in ("infonce", "gaussian")]
         return [terms(parts[0], {**parts[1], "weight": weight}) for weight in (1.0, 4.0)]
     points = ((0.05, 1.0), (0.05, 0.4), (0.02, 0.4))
-    return [terms({"kind": loss, "temperature": t, "label_temperature": tau}) for t, tau in points]
+    found = [terms({"kind": loss, "temperature": t, "label_temperature": tau}) for t, tau in points]
+    if loss == "ordinal":  # alone it sees no other query's passages: that, too, is chosen
+        more = {"kind": loss, "temperature": 0.05, "label_temperature": 0.4, "in_batch": "zero"}
+        found.append(terms(more))
+    return found
 
 
 # --- cells --------------------------------------------------------------------------------------
@@ -114,6 +124,7 @@ class Training:
             + f" (T={dict(term)['temperature']:g}"
             + (f", tau={dict(term)['label_temperature']:g}" if "label_temperature" in dict(term) else "")
             + (f", x{dict(term)['weight']:g}" if "weight" in dict(term) else "")
+            + (", whole batch" if "in_batch" in dict(term) else "")
             + ")"
             for term in self.terms
         )
@@ -134,13 +145,18 @@ class Cell:
 
 
 def path_of(cell: Training | Cell) -> Path:
-    told = json.dumps([STEP, TOKENS, LAYERS, LEARNING_RATE, asdict(cell)], sort_keys=True, default=str)
-    key = sha256(told.encode()).hexdigest()[:16]
-    return OUT / ("models" if isinstance(cell, Training) else "values") / key
+    kind = "models" if isinstance(cell, Training) else "values"
+    facts: list[Any] = [STEPS[kind], TOKENS, LAYERS, LEARNING_RATE, asdict(cell)]
+    if isinstance(cell, Cell):
+        facts.append(SETS.get(cell.set))
+    told = json.dumps(facts, sort_keys=True, default=str)
+    return OUT / kind / sha256(told.encode()).hexdigest()[:16]
 
 
 def done(cell: Training | Cell) -> bool:
-    return (path_of(cell) / "cell.json").exists()
+    """Whether it was computed, here or for the record."""
+    path = path_of(cell)
+    return (path / "cell.json").exists() or path.name in record()
 
 
 def finish(cell: Training | Cell, result: Mapping[str, Any]) -> None:
@@ -152,10 +168,48 @@ def finish(cell: Training | Cell, result: Mapping[str, Any]) -> None:
     half.rename(file)
 
 
+def result(cell: Cell) -> dict[str, Any]:
+    path = path_of(cell)
+    if not (path / "cell.json").exists() and path.name in record():
+        return record()[path.name]
+    found: dict[str, Any] = json.loads((path / "cell.json").read_text("utf-8"))
+    return found
+
+
 def values(cell: Cell, measure: str = "nDCG@10") -> dict[str, float]:
     """Query id -> value."""
-    result: dict[str, float] = json.loads((path_of(cell) / "cell.json").read_text("utf-8"))[measure]
-    return result
+    found: dict[str, float] = result(cell)[measure]
+    return found
+
+
+@cache
+def record() -> dict[str, dict[str, Any]]:
+    """Cells that were computed for the record, by their names: bench/retriever-results.json.gz."""
+    if not RECORD.exists():
+        return {}
+    with gzip.open(RECORD) as file:
+        found: dict[str, dict[str, Any]] = json.load(file)
+    return found
+
+
+def write_record() -> None:
+    """Every cell of values there is, at nDCG@10 and rounded; same cells, same bytes."""
+    kept = dict(record())
+    for file in sorted((OUT / "values").glob("*/cell.json")):
+        cell = json.loads(file.read_text("utf-8"))
+        left_out = {"MRR@10", "AP", "wins", "human", "llm"}
+        kept[file.parent.name] = {key: rounded(cell[key]) for key in cell if key not in left_out}
+    data = json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()
+    RECORD.write_bytes(gzip.compress(data, mtime=0))
+    print(f"{RECORD}: {len(kept)} cells")
+
+
+def rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: rounded(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [rounded(inner) for inner in value]
+    return round(value, 6) if isinstance(value, float) else value
 
 
 def mean(cell: Cell) -> float:
@@ -165,12 +219,12 @@ def mean(cell: Cell) -> float:
 
 def chosen(start: str, loss: str) -> Terms:
     """The setting with the highest nDCG@10 on the dev set."""
-    return max(grid(start, loss), key=lambda point: mean(Cell(Training(start, point), "llmjudge")))
+    return max(grid(start, loss), key=lambda point: mean(Cell(Training(start, point), DEV)))
 
 
 def dev_value(start: str, loss: str) -> float:
     """nDCG@10 on the dev set with the setting chosen there."""
-    return mean(Cell(Training(start, chosen(start, loss)), "llmjudge"))
+    return mean(Cell(Training(start, chosen(start, loss)), DEV))
 
 
 def finalists(start: str) -> tuple[str, ...]:
@@ -179,36 +233,40 @@ def finalists(start: str) -> tuple[str, ...]:
     return "gaussian", "infonce", max(others, key=lambda loss: dev_value(start, loss))
 
 
-def stages() -> Iterable[tuple[str, list[Training | Cell]]]:
+def stages() -> Iterable[tuple[str, list[Cell]]]:
     """Cells in the order they are computed; a stage may ask for the values of those before it."""
     simple = [(s, loss) for s, losses in LOSSES.items() for loss in losses if loss != "infonce+gaussian"]
-    yield "untrained", [Cell(m, s) for s in (*MAIN, "llmjudge", *MORE) for m in ("bm25", *LOSSES)]
+    yield "untrained", [Cell(m, s) for s in (*MAIN, DEV, *MORE) for m in ("bm25", *LOSSES)]
     for pairs in (simple, [("minilm", "infonce+gaussian")]):
-        trainings = [Training(start, point) for start, loss in pairs for point in grid(start, loss)]
-        yield "choice: training", list(trainings)
-        yield "choice: dev set", [Cell(training, "llmjudge") for training in trainings]
+        yield (
+            "settings, on the dev set",
+            [Cell(Training(start, point), DEV) for start, loss in pairs for point in grid(start, loss)],
+        )
     main = [Training(start, chosen(start, loss)) for start, losses in LOSSES.items() for loss in losses]
     yield "main", [Cell(training, name) for training in main for name in MAIN]
+    yield "label controls, weakened", controls("weakened")
     best = [(start, loss) for start in LOSSES for loss in finalists(start)]
-    seeds = [Training(start, chosen(start, loss), seed) for seed in SEEDS for start, loss in best]
-    yield "seeds: training", [training for training in seeds if training.seed]
-    yield "seeds", [Cell(training, name) for training in seeds for name in MAIN]
-    first = [training for training in seeds if training.seed == 0]
-    yield "finalists elsewhere", [Cell(training, name) for training in first for name in MORE]
-    biased = [*LOSSES, *(training for training in main if training.start == "minilm")]
-    yield "source bias", [Cell(model, TWINS) for model in biased]
-    for start in LOSSES:
-        controls = [Training(start, chosen(start, "gaussian"), labels=labels) for labels in CONTROLS]
-        yield f"label controls, {start}: training", list(controls)
-        yield f"label controls, {start}", [Cell(training, name) for training in controls for name in MAIN]
+    yield (
+        "finalists elsewhere",
+        [Cell(Training(s, chosen(s, loss)), name) for s, loss in best for name in MORE],
+    )
+    biased = [training for training in main if training.start == "minilm"]
+    yield "source bias", [Cell(model, TWINS) for model in ("minilm", *biased)]
+    for seed in SEEDS[1:]:
+        seeds = [Training(start, chosen(start, loss), seed) for start, loss in best]
+        yield f"seed {seed}", [Cell(training, name) for training in seeds for name in MAIN]
+    yield "label controls, minilm", controls("minilm")
 
 
-def quick_stages() -> Iterable[tuple[str, list[Training | Cell]]]:
+def controls(start: str) -> list[Cell]:
+    trainings = [Training(start, chosen(start, "gaussian"), labels=labels) for labels in CONTROLS]
+    return [Cell(training, name) for training in trainings for name in MAIN]
+
+
+def quick_stages() -> Iterable[tuple[str, list[Cell]]]:
     """One start, two epochs, the default settings."""
-    trainings = quick_trainings()
-    yield "untrained", [Cell("weakened", name) for name in ("dl19", "cranfield")]
-    yield "training", list(trainings.values())
-    yield "sets", [Cell(training, name) for training in trainings.values() for name in ("dl19", "cranfield")]
+    models = ["weakened", *quick_trainings().values()]
+    yield "quick", [Cell(model, name) for model in models for name in ("dl19", "cranfield")]
 
 
 def quick_trainings() -> dict[str, Training]:
@@ -367,7 +425,7 @@ def measure_bias(cell: Cell) -> None:
 
     from gradeloom.tasks.evaluate.bias import read_twins, source_bias
 
-    twins = read_twins(DATA / "recorded/twins_dl19.jsonl")
+    twins = read_twins(TWINS_FILE)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = source_bias(model_of(cell.model), collection("dl19"), twins, seed=0)
     finish(cell, asdict(found))
@@ -405,6 +463,8 @@ def prepare(sets: Sequence[str]) -> None:
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     from cached_layers import fill
 
+    from gradeloom.tasks.evaluate.bias import read_twins
+
     encoder, _ = start_model("minilm")
     for name in ("lists", *sets):
         found = lists() if name == "lists" else collection(name)
@@ -415,20 +475,25 @@ def prepare(sets: Sequence[str]) -> None:
             fill(encoder.model, f"{name}-{kind}", list(part), tokens)
             if time.monotonic() - began > 5:
                 print(f"lower layers of {name}: {time.monotonic() - began:.0f} s", flush=True)
+    twins = [twin.text for twin in read_twins(TWINS_FILE)]
+    fill(encoder.model, "twins", twins, TOKENS["passage_tokens"])
 
 
-def run(stages: Iterable[tuple[str, list[Training | Cell]]], workers: int) -> None:
+def run(stages: Iterable[tuple[str, list[Cell]]], workers: int) -> None:
+    """Stage by stage: the trainings that its missing cells need, then these cells."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_one_thread) as pool:
         for name, cells in stages:
             todo = [cell for cell in dict.fromkeys(cells) if not done(cell)]
             print(f"{name}: {len(cells) - len(todo)} of {len(cells)} cells done", flush=True)
-            running: set[Future[tuple[str, float]]] = {pool.submit(compute, cell) for cell in todo}
-            while running:
-                ready, running = wait(running, return_when=FIRST_COMPLETED)
-                for future in ready:
-                    said, seconds = future.result()
-                    print(f"  {said}: {seconds:.0f} s ({len(running)} left in this stage)", flush=True)
+            models = dict.fromkeys(cell.model for cell in todo if isinstance(cell.model, Training))
+            for part in ([model for model in models if not done(model)], todo):
+                running: set[Future[tuple[str, float]]] = {pool.submit(compute, cell) for cell in part}
+                while running:
+                    ready, running = wait(running, return_when=FIRST_COMPLETED)
+                    for future in ready:
+                        said, seconds = future.result()
+                        print(f"  {said}: {seconds:.0f} s ({len(running)} left of these)", flush=True)
 
 
 def _one_thread() -> None:
@@ -441,19 +506,27 @@ def _one_thread() -> None:
 
 
 def averaged(start: str, loss: str, name: str, seeds: Sequence[int] = SEEDS) -> dict[str, float]:
-    """Per query, the mean over the seeds that are done."""
-    cells = [Cell(Training(start, chosen(start, loss), seed), name) for seed in seeds]
-    found = [values(cell) for cell in cells if done(cell)]
+    """Per query, the mean over the seeds that are done on every main set."""
+    trainings = [Training(start, chosen(start, loss), seed) for seed in seeds]
+    whole = [each for each in trainings if all(done(Cell(each, main)) for main in MAIN)]
+    found = [values(Cell(each, name)) for each in whole if done(Cell(each, name))]
     return {query: sum(one[query] for one in found) / len(found) for query in found[0]}
 
 
 def report() -> None:
+    try:
+        for stage, cells in stages():
+            if stage == "main" and not all(map(done, cells)):
+                raise FileNotFoundError
+    except FileNotFoundError:
+        print("nothing to tell before all losses stand on the main sets; what is done: --list")
+        return
     for start in LOSSES:
         print(f"\n{start}: nDCG@10 (linear gain), means over seeds per query; {', '.join(MORE)}: seed 0")
         print(_table(start))
         for line in _tests(start):
             print(line)
-    print("\nlabel controls of gaussian, seed 0")
+    print("\nlabel controls of gaussian, seed 0; 3-against-0 has two passages a list, the others four")
     print(_controls())
     print("\nsource bias on the recorded twins (w - 1/2 > 0 and D < 0 favour the language model), seed 0")
     print(_bias())
@@ -461,7 +534,7 @@ def report() -> None:
     for start, losses in LOSSES.items():
         for loss in losses:
             points = [Training(start, point) for point in grid(start, loss)]
-            told = ", ".join(f"{_settings(p)}: {mean(Cell(p, 'llmjudge')):.3f}" for p in points)
+            told = ", ".join(f"{_settings(p)}: {mean(Cell(p, DEV)):.3f}" for p in points)
             print(f"  {start} {loss}: {told}")
 
 
@@ -538,7 +611,7 @@ def _bias() -> str:
     for said, model in {"minilm, untrained": "minilm", **trained}.items():
         cell = Cell(model, TWINS)
         if done(cell):
-            found = json.loads((path_of(cell) / "cell.json").read_text("utf-8"))
+            found = result(cell)
             w, d = (found[key] for key in ("w_interval", "d_interval"))
             lines.append(
                 f"  {said:18}{found['w_minus_half']:9.3f}{f'{w[0]:.3f} to {w[1]:.3f}':>18}"
@@ -559,10 +632,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="four losses, one start, two sets")
     parser.add_argument("--report", action="store_true", help="tables of what is done, nothing computed")
     parser.add_argument("--list", action="store_true", help="what is done and what is left")
+    parser.add_argument("--record", action="store_true", help=f"what is done goes into {RECORD.name}")
+    parser.add_argument("--afresh", action="store_true", help="as if nothing stood on record")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="cells at once")
     options = parser.parse_args()
-    if options.list:
-        listed()
+    if options.afresh:
+        record().clear()
+    if options.list or options.record:
+        (listed if options.list else write_record)()
         return
     if not options.report:
         OUT.mkdir(parents=True, exist_ok=True)

@@ -158,11 +158,8 @@ class Cells:
         return Row(one.name, ranker.name, _read(path), path.with_suffix(".trec"))
 
     def _key(self, one: EvaluationSet, collection: Collection, exclude: Qrels | None, ranker: Ranker) -> str:
-        settings = {key: value for key, value in content_view(one).items() if key not in _PLACES}
-        seen = [
-            VERSION, ranker.identity, collection.identity, settings, exclude, self.measures.measures,
-            self.measures.depth,
-        ]  # fmt: skip
+        identity = set_identity(one, collection, exclude)
+        seen = [VERSION, ranker.identity, *identity, self.measures.measures, self.measures.depth]
         return digest(orjson.dumps(seen, option=orjson.OPT_SORT_KEYS))
 
     def _compute(
@@ -201,6 +198,12 @@ def read_set(one: EvaluationSet, releases: str, place: str = "sets") -> Collecti
     if not any(qrels.values()):
         raise InputError("no query of this set has a judgement", field=f"{place}.{one.name}")
     return replace(collection, qrels=qrels)
+
+
+def set_identity(one: EvaluationSet, collection: Collection, exclude: Qrels | None) -> list[Any]:
+    """What a test collection is, wherever its files lie: their digests, its settings, what it leaves out."""
+    settings = {key: value for key, value in content_view(one).items() if key not in _PLACES}
+    return [collection.identity, settings, exclude]
 
 
 def excluded(one: EvaluationSet) -> Qrels | None:

@@ -1,12 +1,12 @@
-"""Would more queries help? A fixed small training on a release and on its parent, at equal size.
+"""Would more queries help? A fixed small training on a release, and on its parent at equal size.
 
-From each release the same number of queries is drawn (n, what the smaller one has), and of those a
-half and a quarter, each part of the larger one. All are trained from the same start by the same
-recipe and for the same number of steps, so that they differ by their data alone, and evaluated on the
-same sets. Two questions are asked of the values per query:
+Of the release's queries that there is something to learn from, all, a half and a quarter are drawn, each
+part of the larger one, and as many as its parent has, if that has fewer; as many of its parent. All are
+trained from the same start by the same recipe and for the same number of steps, so that they differ by
+their data alone, and evaluated on the same sets. Two questions are asked of the values per query:
 
-- did all n queries of the release do better than half of them (would more help)?
-- did the release do better than its parent at n queries?
+- did all queries of the release do better than half of them (would more help)?
+- did the release do better than its parent at equal size?
 
 Both differences come with a paired randomisation test, Holm's correction over the two, and the
 smallest difference that so many test queries could have shown. One training each: what another seed
@@ -26,10 +26,17 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from gradeloom.flows.concurrency import Thread
-from gradeloom.flows.evaluate import Cells, check_measures, encoder_ranker
+from gradeloom.flows.evaluate import (
+    Cells,
+    check_measures,
+    encoder_ranker,
+    excluded,
+    read_set,
+    set_identity,
+)
 from gradeloom.flows.orchestrate import Named, Orchestration
 from gradeloom.flows.progress import Progress
-from gradeloom.flows.retriever import load_encoder, mixed, model_config, train
+from gradeloom.flows.retriever import Material, load_encoder, mixed, model_config, train
 from gradeloom.schemas.config import content_view
 from gradeloom.schemas.errors import InputError
 from gradeloom.schemas.retriever import CollectionConfig, EvaluationSet, RetrieverConfig, TrainingSource
@@ -40,7 +47,7 @@ if TYPE_CHECKING:
     from gradeloom.tasks.collection import Collection
     from gradeloom.tasks.evaluate.retrieval import Row, Table
 
-VERSION = "1"
+VERSION = "2"
 ALPHA = 0.05
 FEWEST = 8
 """Queries below which a quarter is no training."""
@@ -169,23 +176,31 @@ async def run_probe(
     check_measures(config.measures.model_copy(update={"baseline": None}), [])
     releases = await Thread().run(lambda: _releases(config, release, parent))
     source = next((one for one in config.data if one.release is not None), config.data[0])
-    size = min(len(_judged(collection)) for collection in releases.values())
-    if size < FEWEST:
-        raise InputError(f"a probe needs at least {FEWEST} judged queries, found {size}", field="--release")
+    whole = await Thread().run(
+        lambda: {name: _material(config, source, name, found) for name, found in releases.items()}
+    )
+    sizes = [len(material.lists.lists) for material in whole.values()]
+    if min(sizes) < FEWEST:
+        raise InputError(
+            f"a probe needs at least {FEWEST} queries to learn from, found {min(sizes)}", field="--release"
+        )
+    size, common = sizes[0], min(sizes)
     steps = config.training.max_steps or max(
         1, round(config.training.epochs * size / config.training.batch_size)
     )
-    names = list(releases)
-    folder = Path(config.root) / f"{config.name}-probe" / names[0]
+    name, *others = whole
+    points = [(name, part) for part in sorted({size // 4, size // 2, size, common})]
+    points += [(other, common) for other in others]
+    folder = Path(config.root) / f"{config.name}-probe" / name
     with RunDirectory(folder).locked():
-        probe = _Probe(config, sets, source, steps, folder, progress, tasks)
+        probe = _Probe(config, sets, steps, folder, progress, tasks)
         values: dict[tuple[str | None, int], Values] = {(None, 0): await probe.start()}
-        for name, collection in releases.items():
-            for part in (size // 4, size // 2, size):
-                values[name, part] = await probe.trained(name, collection, part)
-        result = _result(
-            folder, names, probe.measure, sets, steps, size, values, config.measures.permutations
-        )
+        for which, part in points:
+            values[which, part] = await probe.trained(which, whole[which], part)
+        asked = [("more queries", (name, size), (name, size // 2))]
+        asked += [("release against parent", (name, common), (other, common)) for other in others]
+        result = _result(folder, list(whole), probe.measure, sets, steps, asked, values,
+                         config.measures.permutations)  # fmt: skip
         result = replace(result, seconds=round(time.time() - started, 3))
         await Thread().run(lambda: _write(result, values))
     return result
@@ -213,60 +228,62 @@ def _releases(config: RetrieverConfig, release: str, parent: str | None) -> dict
     return releases
 
 
-def _judged(collection: Collection) -> list[str]:
-    return [query_id for query_id in collection.queries if collection.qrels.get(query_id)]
+def _material(config: RetrieverConfig, source: TrainingSource, name: str, collection: Collection) -> Material:
+    """All lists that a release gives under the source's transforms."""
+    source = source.model_copy(
+        update={"name": name, "limit": None, "share": 1.0, "release": name, "path": None, "queries": None,
+                "corpus": None, "qrels": None}
+    )  # fmt: skip
+    return mixed(config.model_copy(update={"data": (source,), "dev": None}), [(source, collection)])
 
 
-def subset(collection: Collection, size: int, seed: int) -> Collection:
-    """A collection with `size` of its judged queries: the first in an order that the seed shuffles.
+def drawn(whole: Material, size: int, seed: int) -> Material:
+    """`size` of the lists: the first in an order that the seed shuffles.
 
-    A smaller one is part of a larger one, and the order of two queries that two releases share is the
+    A smaller draw is part of a larger one, and the order of two queries that two releases share is the
     same in both.
     """
-    order = sorted(_judged(collection), key=lambda query_id: digest(str(seed), query_id, length=32))
-    chosen = set(order[:size])
-    return replace(
-        collection,
-        queries={query_id: text for query_id, text in collection.queries.items() if query_id in chosen},
-        qrels={query_id: grades for query_id, grades in collection.qrels.items() if query_id in chosen},
-        grades={
-            label: {query_id: grades for query_id, grades in qrels.items() if query_id in chosen}
-            for label, qrels in collection.grades.items()
-        },
-    )
+    order = sorted(whole.lists.lists, key=lambda one: digest(str(seed), one.query_id, length=32))
+    chosen = {one.query_id for one in order[:size]}
+    lists = tuple(one for one in whole.lists.lists if one.query_id in chosen)
+    return replace(whole, lists=replace(whole.lists, lists=lists))
 
 
 class _Probe:
     """Trains and measures, or reads what was measured before."""
 
     def __init__(
-        self, config: RetrieverConfig, sets: Sequence[EvaluationSet], source: TrainingSource, steps: int,
-        folder: Path, progress: Progress, tasks: Orchestration,
+        self, config: RetrieverConfig, sets: Sequence[EvaluationSet], steps: int, folder: Path,
+        progress: Progress, tasks: Orchestration,
     ) -> None:  # fmt: skip
-        self.config, self.sets, self.source, self.steps = config, sets, source, steps
-        self.folder, self.progress, self.tasks = folder, progress, tasks
+        training = config.training.model_copy(update={"max_steps": steps})
+        self.config = config.model_copy(update={"training": training, "dev": None})
+        self.sets, self.steps, self.folder, self.progress, self.tasks = sets, steps, folder, progress, tasks
         self.measure = config.measures.measures[0]
         self.cells = Cells(Path(config.root), sets, config.measures, config.releases, progress, tasks)
+        self.identity: list[Any] = []  # of the start and the sets
 
     async def start(self) -> Values:
+        """The values of the start, untrained."""
+        self.identity = await Thread().run(self._identity)
         return self._values(await self.cells.rows([encoder_ranker("start", self.config.encoder)]))
 
-    async def trained(self, name: str, collection: Collection, size: int) -> Values:
+    def _identity(self) -> list[Any]:
+        from gradeloom.tasks.encoder import encoder_identity
+
+        sets = [set_identity(one, read_set(one, self.config.releases), excluded(one)) for one in self.sets]
+        return [encoder_identity(self.config.encoder), content_view(self.config.encoder), sets]
+
+    async def trained(self, name: str, whole: Material, size: int) -> Values:
         """The values of a training on so many queries; its model is not kept."""
-        training = self.config.training.model_copy(update={"max_steps": self.steps})
-        source = self.source.model_copy(
-            update={"name": name, "limit": None, "share": 1.0, "release": name, "path": None, "queries": None,
-                    "corpus": None, "qrels": None}
-        )  # fmt: skip
-        config = self.config.model_copy(update={"training": training, "data": (source,), "dev": None})
-        part = subset(collection, size, training.seed)
-        sets = [content_view(one) for one in self.sets]
-        view = [VERSION, content_view(config), sets, collection.identity, size, self.measure]
+        config, data = self.config, drawn(whole, size, self.config.training.seed)
+        loss = [content_view(term) for term in config.loss]
+        view = [VERSION, *self.identity, data.lists.digest, loss, content_view(config.training),
+                self.measure, config.measures.depth]  # fmt: skip
         key = digest(orjson.dumps(view, option=orjson.OPT_SORT_KEYS))
         record, work = self.folder / f"{size}.{key}.json", self.folder / f"{size}.{key}.training"
         if not record.exists():
             self.progress.say(f"training on {size:,} queries of {name}, {self.steps:,} steps")
-            data = await Thread().run(lambda: mixed(config, [(source, part)]))
             done = await train(
                 config, data, work, progress=self.progress, tasks=self.tasks,
                 load=lambda: load_encoder(config.encoder),
@@ -286,13 +303,11 @@ class _Probe:
 
 
 def _result(
-    folder: Path, names: Sequence[str], measure: str, sets: Sequence[EvaluationSet], steps: int, size: int,
+    folder: Path, names: Sequence[str], measure: str, sets: Sequence[EvaluationSet], steps: int,
+    asked: Sequence[tuple[str, tuple[str, int], tuple[str, int]]],
     values: Mapping[tuple[str | None, int], Values], permutations: int,
 ) -> ProbeResult:  # fmt: skip
     parent = names[1] if len(names) > 1 else None
-    asked = [("more queries", (names[0], size), (names[0], size // 2))]
-    if parent is not None:
-        asked.append(("release against parent", (names[0], size), (parent, size)))
     questions = ask(
         [(name, _label(a), _label(b), values[a], values[b]) for name, a, b in asked], permutations
     )

@@ -42,6 +42,7 @@ from gradeloom.flows.evaluate import (
     read_set,
     report_evaluation,
     reporter,
+    set_identity,
 )
 from gradeloom.flows.orchestrate import Named, Orchestration, facts_artifact
 from gradeloom.flows.progress import Progress
@@ -223,14 +224,17 @@ def _description(
 
     encoder = content_view(config.encoder) | {"model": encoder_identity(config.encoder), "revision": None}
     loss = [content_view(term) for term in config.loss]
-    parts = [RECIPE, encoder, data.lists.digest, loss, content_view(config.training)]
+    dev = None
+    if config.dev is not None and data.dev is not None:  # the learning curve is of it
+        dev = set_identity(config.dev, data.dev, excluded(config.dev))
+    parts = [RECIPE, encoder, data.lists.digest, loss, content_view(config.training), dev]
     recipe = digest(orjson.dumps(parts, option=orjson.OPT_SORT_KEYS))
     file = folder / "run.json"
     there = (folder / "training").exists() and file.exists()
     if there and orjson.loads(file.read_bytes()).get("recipe") != recipe:
         raise InputError(
-            "holds a training with other settings, data or start; name this one differently (--set name=…), "
-            "or delete that one",
+            "holds a training with other settings, data, dev set or start; name this one differently "
+            "(--set name=…), or delete that one",
             file=folder,
         )
     return {
@@ -290,23 +294,28 @@ async def _source_bias(
         twins = Path(config.twins).read_bytes()
     except OSError as error:
         raise InputError(f"cannot be read: {error.strerror}", file=config.twins, field="twins") from error
-    seen = [RECIPE, encoder_identity(config.encoder), encoder_identity(model), content_view(one)]
+    collection = await Thread().run(lambda: read_set(one, config.releases))
+    seen = [
+        RECIPE, encoder_identity(config.encoder), encoder_identity(model),
+        set_identity(one, collection, None), config.measures.seed,
+    ]  # fmt: skip
     key = digest(orjson.dumps(seen, option=orjson.OPT_SORT_KEYS), twins)
     path = folder / f"bias-{key}.json"
     if not path.exists():
         progress.say(f"source bias before and after, on {one.name}")
         thread = Thread()
         await tasks.shard(
-            "source bias", 0, lambda: thread.run(lambda: _measure_bias(config, one, model, path))
+            "source bias", 0, lambda: thread.run(lambda: _measure_bias(config, one, collection, model, path))
         )
     found: dict[str, Any] = orjson.loads(path.read_bytes())
     return found
 
 
-def _measure_bias(config: RetrieverConfig, one: EvaluationSet, model: EncoderConfig, path: Path) -> None:
+def _measure_bias(
+    config: RetrieverConfig, one: EvaluationSet, collection: Collection, model: EncoderConfig, path: Path
+) -> None:
     from gradeloom.tasks.evaluate.bias import bias_change, read_twins, source_bias
 
-    collection = read_set(one, config.releases)
     twins = read_twins(str(config.twins))
     seed = config.measures.seed
     measured = partial(

@@ -163,10 +163,11 @@ class TrainingConfig(Settings):
         0, ge=0, description="Embeddings and so many lower layers are left as they are."
     )
     lora: LoraConfig | None = None
-    chunk: int | None = operational(
+    chunk: int | None = Field(
         None,
         ge=1,
-        description="Texts per forward pass: gradients are cached (GradCache), so that large batches fit.",
+        description="Texts per forward pass: gradients are cached (GradCache), so that large batches fit. "
+        "Decides which dropout is drawn, and nothing else.",
     )
     gather: bool = Field(True, description="Several devices: one loss over the queries of all.")
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"

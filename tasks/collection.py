@@ -188,9 +188,11 @@ def _split(folder: Path, split: str) -> Path:
 def _identities(*paths: Path) -> dict[str, str]:
     """File name -> SHA-256; files of one name are told apart by their folder."""
     names = [path.name for path in paths]
-    found = {}
+    found: dict[str, str] = {}
     for path in paths:
         name = path.name if names.count(path.name) == 1 else f"{path.parent.name}/{path.name}"
+        if name in found:
+            name = f"{name} ({len(found) + 1})"
         found[name] = sha256(path)
     return found
 

@@ -181,7 +181,8 @@ class Evaluation:
         ]  # fmt: skip
         note = (
             f"difference: from {self.baseline}; p: paired randomisation test, {self.permutations:,} "
-            f"permutations at most, seed {self.seed}; detectable: found four times in five at p < {ALPHA:g}"
+            f"permutations at most, seed {self.seed}; detectable: found four times in five at p (Holm) < "
+            f"{ALPHA:g}"
         )
         return Table(
             ("set", "measure", "retriever", "difference", "p", "p (Holm)", "detectable", "queries"),

@@ -115,7 +115,9 @@ class _Best:
         """Merge passages (n, d) that stand in columns start, start + 1, ..."""
         import torch
 
-        scores = self._vectors @ passages.T
+        # In bfloat16 most scores would be ties.
+        with torch.autocast(passages.device.type, enabled=False):
+            scores = self._vectors @ passages.T
         if not torch.isfinite(scores).all():
             raise InputError("the model's scores are not finite numbers", field="encoder.model")
         lowest = -torch.inf

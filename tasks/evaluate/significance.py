@@ -156,7 +156,7 @@ class Compared:
     Attributes:
         difference, p, n: of the randomisation test.
         p_holm: adjusted over all that were tested together.
-        smallest_detectable: at level alpha without adjustment, power .8.
+        smallest_detectable: with power .8 at alpha over the number of differences, Holm's strictest step.
     """
 
     difference: float
@@ -179,7 +179,7 @@ def compared(
         pairs: name -> per-query values a and b, (n,), and each query's data set, (n,).
         permutations: see `randomisation_test`.
         seed: likewise.
-        alpha: level for the smallest detectable difference.
+        alpha: level of the tests together, for the smallest detectable difference.
 
     Raises:
         ValueError: as `randomisation_test`.
@@ -192,7 +192,7 @@ def compared(
     found = {}
     for name, (a, b, strata) in pairs.items():
         differences = [x - y for x, y in zip(a, b, strict=True)]
-        detectable = smallest_detectable(differences, strata=strata, alpha=alpha)
+        detectable = smallest_detectable(differences, strata=strata, alpha=alpha / len(pairs))
         test = tests[name]
         found[name] = Compared(test.difference, test.p, adjusted[name], detectable, test.n)
     return found

@@ -17,22 +17,23 @@ from tiny_retriever import make_place, tiny_config
 
 from gradeloom.flows import probe as probing
 from gradeloom.flows.orchestrate import Orchestration
-from gradeloom.flows.probe import NOISE, ProbeResult, answer, ask, run_probe, subset
+from gradeloom.flows.probe import NOISE, ProbeResult, answer, ask, drawn, run_probe
 from gradeloom.flows.progress import Progress
+from gradeloom.flows.retriever import Material
 from gradeloom.schemas.config import ReleaseConfig
 from gradeloom.schemas.errors import InputError
 from gradeloom.schemas.retriever import RetrieverConfig
-from gradeloom.tasks.collection import Collection
 from gradeloom.tasks.release.write import cut_release
+from gradeloom.tasks.train.graded_qrels import Ranked, TrainingList, TrainingLists
 
 
-def collection(ids: list[str]) -> Collection:
-    qrels = {query_id: {f"{query_id}-p": 1.0} for query_id in ids}
-    return Collection(
-        name="c", queries={query_id: f"text {query_id}" for query_id in ids},
-        passages={f"{query_id}-p": "passage" for query_id in ids}, qrels=qrels, identity={},
-        grades={"intended": dict(qrels)},
-    )  # fmt: skip
+def material(ids: list[str]) -> Material:
+    lists = tuple(TrainingList(query_id, f"text {query_id}", (Ranked(0, "p", 1.0),)) for query_id in ids)
+    return Material(TrainingLists(lists, 1, {}, ({"p": "passage"},)), {}, None)
+
+
+def ids_of(found: Material) -> list[str]:
+    return [one.query_id for one in found.lists.lists]
 
 
 # --- what is drawn ----------------------------------------------------------------------------
@@ -40,10 +41,10 @@ def collection(ids: list[str]) -> Collection:
 
 @given(st.sets(st.text(min_size=1, max_size=4), min_size=4, max_size=40), st.integers(0, 3))
 def test_a_smaller_draw_is_part_of_a_larger_one(ids: set[str], seed: int) -> None:
-    whole = collection(sorted(ids))
-    drawn = [set(subset(whole, size, seed).queries) for size in range(len(ids) + 1)]
-    assert [len(queries) for queries in drawn] == list(range(len(ids) + 1))
-    assert all(small <= large for small, large in pairwise(drawn))
+    whole = material(sorted(ids))
+    draws = [set(ids_of(drawn(whole, size, seed))) for size in range(len(ids) + 1)]
+    assert [len(queries) for queries in draws] == list(range(len(ids) + 1))
+    assert all(small <= large for small, large in pairwise(draws))
 
 
 @given(st.sets(st.integers(0, 99), min_size=8, max_size=40), st.sets(st.integers(100, 199), max_size=40))
@@ -51,22 +52,16 @@ def test_a_release_and_its_parent_share_what_they_can(both: set[int], added: set
     parent = [f"q{n}" for n in sorted(both)]
     child = parent + [f"q{n}" for n in sorted(added)]
     size = len(parent) // 2
-    small, large = (set(subset(collection(ids), size, 0).queries) for ids in (parent, child))
+    small, large = (set(ids_of(drawn(material(ids), size, 0))) for ids in (parent, child))
     # What the child drew of the parent's queries, the parent drew, too.
     assert large & set(parent) <= small
 
 
-def test_a_draw_holds_judgements_of_its_queries_alone() -> None:
-    part = subset(collection([f"q{n}" for n in range(8)]), 3, 0)
-    assert list(part.qrels) == list(part.queries) == list(part.grades["intended"])
-    assert len(part.passages) == 8  # texts stay: they are looked up
-
-
-def test_queries_without_judgements_are_not_drawn() -> None:
-    whole = collection([f"q{n}" for n in range(4)])
-    whole.qrels["q1"].clear()
-    del whole.qrels["q2"]
-    assert set(subset(whole, 4, 0).queries) == {"q0", "q3"}
+def test_a_draw_keeps_the_order_and_is_told_apart_by_its_digest() -> None:
+    whole = material([f"q{n}" for n in range(8)])
+    parts = [drawn(whole, 3, seed) for seed in range(4)]
+    assert all(ids_of(part) == sorted(ids_of(part)) for part in parts)
+    assert len({part.lists.digest for part in (whole, *parts)}) == len({tuple(ids_of(p)) for p in parts}) + 1
 
 
 # --- what is asked, and how it is answered ----------------------------------------------------
@@ -84,15 +79,15 @@ def test_questions_are_tested_together() -> None:
     assert one.p == pytest.approx(2 / 1024)
     assert one.p_holm == pytest.approx(4 / 1024)
     assert (other.difference, other.p, other.p_holm) == (pytest.approx(0), 1.0, 1.0)
-    # sd of ten times +-.1 is .1 sqrt(10/9); (1.95996 + .84162) sd / sqrt(10) = .09339.
-    assert other.smallest_detectable == pytest.approx(0.0934, abs=1e-4)
+    # sd of ten times +-.1 is .1 sqrt(10/9); at .05 / 2 (2.24140 + .84162) sd / sqrt(10) = .10277.
+    assert other.smallest_detectable == pytest.approx(0.1028, abs=1e-4)
     assert answer(one, "nDCG@10 on s") == (
         "a against b: +0.100 nDCG@10 on s (p = 0.004, 10 test queries): "
         "more queries helped, and still more may."
     )
     assert answer(other, "nDCG@10 on s") == (
         "a against c: +0.000 nDCG@10 on s (p = 1.000, 10 test queries): "
-        "no difference that could be told from chance; a difference below 0.093 would mostly be missed."
+        "no difference that could be told from chance; a difference below 0.103 would mostly be missed."
     )
 
 
@@ -146,8 +141,11 @@ def run(config: RetrieverConfig, release: str, parent: str | None = None) -> Pro
 def test_a_release_is_probed_against_its_parent(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = run(config(place), "made")
     assert (found.release, found.parent, found.steps) == ("made@0.2.0", "made@0.1.0", 4)
-    drawn = [(point.release, point.queries) for point in found.points]
-    assert drawn == [(None, 0)] + [(f"made@{v}", n) for v in ("0.2.0", "0.1.0") for n in (2, 4, 8)]
+    points = [(point.release, point.queries) for point in found.points]
+    assert points == [(None, 0), *(("made@0.2.0", n) for n in (3, 6, 8, 12)), ("made@0.1.0", 8)]
+    more, against = found.questions
+    assert (more.a, more.b) == ("12 queries of made@0.2.0", "6 queries of made@0.2.0")
+    assert (against.a, against.b) == ("8 queries of made@0.2.0", "8 queries of made@0.1.0")
     assert [question.queries for question in found.questions] == [8, 8]
     assert found.said[-1] == NOISE
     assert len(found.said) == 3

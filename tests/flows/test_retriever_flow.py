@@ -179,14 +179,15 @@ def test_another_set_later_is_only_searched(place: Path, trained: Any) -> None:
         {"loss": [{"kind": "infonce"}]},
         {"data": [{"name": "things", "path": "things", "split": "test"}]},
         {"encoder": {"model": "encoder", "query_tokens": 8}},
+        {"dev": {"name": "train", "path": "things", "split": "train", "binary_at": 3}},
     ],
     ids=lambda change: next(iter(change)),
 )
 def test_a_folder_holds_one_training(place: Path, trained: Any, change: dict[str, Any]) -> None:
     made = config(place).model_dump() | change
     made["encoder"]["model"] = str(place / "encoder")
-    made["data"][0]["path"] = str(place / "things")
-    with pytest.raises(InputError, match="holds a training with other settings, data or start"):
+    made["data"][0]["path"] = made["dev"]["path"] = str(place / "things")
+    with pytest.raises(InputError, match="holds a training with other settings, data, dev set or start"):
         run(RetrieverConfig.model_validate(made))
 
 

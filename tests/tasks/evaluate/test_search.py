@@ -132,6 +132,14 @@ def test_progress_counts_passages() -> None:
     assert told == [(3, 7), (6, 7), (7, 7)]
 
 
+def test_scores_are_not_rounded_where_encoding_may_be() -> None:
+    """In bfloat16 1.001 and 1.002 would both be 1, and the greater id would win."""
+    made = collection({"q": "1 0"}, {"a": "1.002 0", "b": "1.001 0"})
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        run = dense_run(Spoken(), made, k=2)
+    assert as_lists(run) == {"q": [("a", pytest.approx(1.002)), ("b", pytest.approx(1.001))]}
+
+
 def test_scores_that_overflow_are_refused() -> None:
     made = collection({"q": "1e30 0"}, {"a": "1e30 0"})
     with pytest.raises(InputError, match="not finite"):
