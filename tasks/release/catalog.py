@@ -185,12 +185,17 @@ def free_version(after: str, taken: Callable[[str], bool]) -> str:
     Raises:
         InputError: `after` is no version.
     """
-    if not VERSION.fullmatch(after):
-        raise InputError(f"'{after}' is not a version; expected MAJOR.MINOR.PATCH, e.g. 0.1.0")
+    require_version(after)
     major, minor, *_ = order(after)
     while taken(f"{major}.{minor + 1}.0"):
         minor += 1
     return f"{major}.{minor + 1}.0"
+
+
+def require_version(version: str) -> None:
+    """Raise `InputError` when this is no version."""
+    if not VERSION.fullmatch(version):
+        raise InputError(f"'{version}' is not a version; expected MAJOR.MINOR.PATCH, e.g. 0.1.0")
 
 
 def show(folder: Path) -> dict[str, Any]:
