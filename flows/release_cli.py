@@ -99,3 +99,23 @@ def release_export(which: str, form: str, target: Path, split: str, root: str, a
         click.echo(show.as_json({"path": folder, "format": form, "to": written}))
     else:
         show.Page().path(f"exported ({form}): ", written)
+
+
+@release.command("diff")
+@click.argument("a")
+@click.argument("b")
+@root_option("releases")
+@json_option
+def release_diff(a: str, b: str, root: str, as_json: bool) -> None:
+    """What B differs in from A: rows, grades, columns, settings, figures; and the version to follow A."""
+    from gradeloom.flows import show, show_diff
+    from gradeloom.tasks.release.catalog import find
+    from gradeloom.tasks.release.diff import diff
+    from gradeloom.tasks.release.versions import proposed_version, step
+
+    found = diff(find(root, a), find(root, b))
+    if as_json:
+        proposal = {"step": step(found), "version": proposed_version(found.a.version, found)}
+        click.echo(show.as_json({**show.fields(found), "proposed": proposal}))
+    else:
+        show_diff.release_diff(found)
