@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from gradeloom.flows.audit_cli import audit
 from gradeloom.flows.options import json_option, root_option
 from gradeloom.flows.publish_cli import publish
 
@@ -19,6 +20,7 @@ def release() -> None:
 
 
 release.add_command(publish)
+release.add_command(audit)
 
 
 @release.command("list")

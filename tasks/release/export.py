@@ -36,7 +36,7 @@ def export_beir(folder: Path, target: Path, split: str = "test") -> Path:
     if split not in ("test", "train", "dev"):
         raise InputError(f"unknown split '{split}'; BEIR knows train, dev and test")
     require_untouched(folder)
-    with _whole_folder(target) as draft:
+    with whole_folder(target) as draft:
         for table in ("corpus", "queries"):
             with (draft / f"{table}.jsonl").open("wb") as lines:
                 for _, row in read_rows(folder, table):
@@ -68,7 +68,7 @@ def _refuse_separators(file: Path, number: int, row: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _whole_folder(target: Path) -> Iterator[Path]:
+def whole_folder(target: Path) -> Iterator[Path]:
     """A folder to fill that becomes `target` when all went well, and vanishes otherwise."""
     draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
@@ -83,6 +83,6 @@ def _whole_folder(target: Path) -> Iterator[Path]:
         draft.rename(target)
         sync_folder(target.parent)
     except OSError as error:
-        raise InputError(f"cannot write the export: {error.strerror or error}", file=target) from error
+        raise InputError(f"cannot be written: {error.strerror or error}", file=target) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)

@@ -47,7 +47,7 @@ def test_an_empty_target_is_taken_and_another_refused(standing: Path, tmp_path: 
     (tmp_path / "file").write_text("x")
     with pytest.raises(InputError, match=r"file: exists already"):
         export_beir(standing / "made" / "0.1.0", tmp_path / "file")
-    with pytest.raises(InputError, match=r"file/below: cannot write the export"):
+    with pytest.raises(InputError, match=r"file/below: cannot be written"):
         export_beir(standing / "made" / "0.1.0", tmp_path / "file" / "below")
 
 
