@@ -9,11 +9,14 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from gradeloom.schemas.errors import InputError
 from gradeloom.schemas.rows import digest
@@ -43,6 +46,28 @@ def grade_confusion(pairs: Iterable[tuple[int, int | None]], grades: Sequence[in
         scikit-learn's `cohen_kappa_score`). A figure that is not defined is None.
     """
     return _confusion(Counter(pairs), grades)
+
+
+def kappa(matrix: ArrayLike, *, quadratic: bool = False) -> NDArray[np.float64]:
+    """Cohen's (weighted) kappa, 1 - observed / expected disagreement (Cohen 1960, 1968).
+
+    Args:
+        matrix: counts or shares, one rater's grades by the other's, (..., G, G).
+        quadratic: disagreement grows with the square of the distance on the scale; else all is alike.
+
+    Returns:
+        Kappa of each matrix, (...); NaN where chance alone would lead to no disagreement.
+    """
+    counts = np.asarray(matrix, dtype=np.float64)
+    places = np.arange(counts.shape[-1])
+    distance = places[:, None] - places
+    weights = (distance**2 if quadratic else distance != 0).astype(np.float64)
+    rows, columns = counts.sum(axis=-1), counts.sum(axis=-2)
+    observed = (weights * counts).sum(axis=(-2, -1))
+    expected = np.einsum("...i,ij,...j->...", rows, weights, columns)
+    defined = expected > 0
+    ratio = observed * counts.sum(axis=(-2, -1)) / np.where(defined, expected, 1.0)
+    return np.where(defined, 1 - ratio, np.nan)
 
 
 def query_blind_accuracy(
@@ -145,19 +170,9 @@ def _confusion(counts: Counter[tuple[int, int | None]], grades: Sequence[int]) -
         "abstained": [counts[intended, None] for intended in scale],
         "agreement": {str(g): _ratio(agreed[i], sum(matrix[i])) for i, g in enumerate(scale)},
         "exact": _ratio(sum(agreed), sum(map(sum, matrix))),
-        "kappa": _kappa(matrix, lambda i, j: i != j),
-        "quadratic_kappa": _kappa(matrix, lambda i, j: (i - j) ** 2),
+        "kappa": _defined(kappa(matrix)),
+        "quadratic_kappa": _defined(kappa(matrix, quadratic=True)),
     }
-
-
-def _kappa(matrix: Sequence[Sequence[int]], weight: Callable[[int, int], int]) -> float | None:
-    """Cohen's weighted kappa, 1 - observed / expected disagreement; None when none is expected."""
-    cells = [(i, j) for i in range(len(matrix)) for j in range(len(matrix))]
-    rows = [sum(row) for row in matrix]
-    columns = [sum(column) for column in zip(*matrix, strict=True)]
-    observed = sum(weight(i, j) * matrix[i][j] for i, j in cells)
-    expected = sum(weight(i, j) * rows[i] * columns[j] for i, j in cells)
-    return 1 - observed * sum(rows) / expected if expected else None
 
 
 @dataclass
@@ -259,7 +274,6 @@ def _place(seed: int, query_id: str) -> int:
 def _held_out_accuracies(
     texts: Sequence[str], labels: Sequence[int], groups: Sequence[str], seed: int, folds: int
 ) -> list[float] | None:
-    import numpy as np
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.linear_model import LogisticRegression
     from sklearn.model_selection import GroupKFold
@@ -359,6 +373,10 @@ def rows(folder: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
                         yield from batch.to_pylist()
         except (pa.ArrowException, OSError) as error:
             raise InputError(f"cannot read: {error}", file=path) from error
+
+
+def _defined(value: NDArray[np.float64]) -> float | None:
+    return None if np.isnan(value) else float(value)
 
 
 def _ratio(part: int, whole: int) -> float | None:
