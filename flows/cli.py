@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import click
 
+from gradeloom.flows.judge_cli import judge
 from gradeloom.flows.options import config_options, json_option, quiet_option, root_option, say, wait_for
 from gradeloom.flows.release_cli import release
 from gradeloom.flows.retriever_cli import retriever
@@ -132,6 +133,7 @@ def graded_preview(config_name: str, sets: tuple[str, ...], limit: int, quiet: b
         show.preview(shown)
 
 
+cli.add_command(judge)
 cli.add_command(release)
 cli.add_command(retriever)
 

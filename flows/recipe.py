@@ -65,7 +65,7 @@ def graded_recipe(
     """
     writer = GradedGenerator.create(config, "")
     judge_prompts = _judge_prompts(config)
-    models = [_model("generator", config.engine, generator)]
+    models = [model_identity("generator", config.engine, generator)]
     levels = [content_view(level) for level in config.levels]
     generation = content_view(config.generation)
     del generation["prompt"]  # its digest counts, not where it lies
@@ -75,7 +75,7 @@ def graded_recipe(
     }
     fingerprints["generate"] = _fingerprint(
         "generate", fingerprints["source"], levels, generation, config.run.seed, writer.prompt.digest,
-        writer.examples_digest, _engine_view(config.engine), generator,
+        writer.examples_digest, engine_view(config.engine), generator,
     )  # fmt: skip
     cross = [f for f in config.filters if isinstance(f, NearDuplicatesFilter)]
     fingerprints["filter"] = _fingerprint(
@@ -90,13 +90,13 @@ def graded_recipe(
     if config.judge is not None and judge is not None:
         settings = content_view(config.judge)
         engine = config.judge.engine or config.engine
-        models.append(_model("judge", engine, judge))
+        models.append(model_identity("judge", engine, judge))
         independent = _independent(*models)
         for place in ("engine", "prompt", "pairwise_prompt"):
             del settings[place]
         last = fingerprints["judge"] = _fingerprint(
             "judge", last, levels, settings, config.run.seed, [prompt.digest for prompt in judge_prompts],
-            _engine_view(engine), judge,
+            engine_view(engine), judge,
         )  # fmt: skip
     policy = config.label.policy or default_policy(bool(independent))
     last = fingerprints["label"] = _fingerprint("label", last, policy)
@@ -137,7 +137,7 @@ def _by_name(prompts: list[Prompt]) -> dict[str, str]:
     return found
 
 
-def _engine_view(engine: Any) -> dict[str, Any]:
+def engine_view(engine: Any) -> dict[str, Any]:
     """An engine's settings without the model's name: its identity says what it is.
 
     A tokenizer that is not the model's own decides which prompts are too long: its content counts.
@@ -150,7 +150,8 @@ def _engine_view(engine: Any) -> dict[str, Any]:
     return view
 
 
-def _model(role: str, engine: Any, identity: str) -> ModelIdentity:
+def model_identity(role: str, engine: Any, identity: str) -> ModelIdentity:
+    """A model as a release or a calibration names it: by name, never by where it lies."""
     name = called(getattr(engine, "model", engine.kind))
     return ModelIdentity(role=role, kind=engine.kind, model=name, identity=identity)
 

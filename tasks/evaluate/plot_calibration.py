@@ -55,7 +55,7 @@ def _confusion(axes: Axes, agreement: Agreement) -> None:
 
 def _reliability(axes: Axes, calibration: Calibration) -> None:
     ends = calibration.agreement.grades[0], calibration.agreement.grades[-1]
-    axes.plot(ends, ends, color="0.6", linewidth=0.8, linestyle=":", label="as good as people's")
+    axes.plot(ends, ends, color="0.6", linewidth=0.8, linestyle=":", label="as people grade")
     lines = [("expected grade", calibration.agreement, _BLUE, "o")]
     if calibration.isotonic is not None:
         lines.append(("mapped (isotonic)", calibration.isotonic.agreement, _ORANGE, "s"))
