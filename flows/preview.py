@@ -13,25 +13,40 @@ from gradeloom.flows.orchestrate import Orchestration
 from gradeloom.flows.progress import Progress
 from gradeloom.flows.shard import Shard, reading
 from gradeloom.schemas.config import GradedConfig
-from gradeloom.tasks.engine.engine import Engine
-from gradeloom.tasks.engine.types import Asked, Completion, Request
+from gradeloom.tasks.engine.types import Asked, Completion, Request, Sampling
+from gradeloom.tasks.label import judge
 from gradeloom.tasks.run import RunDirectory
 from gradeloom.tasks.sources import read_queries
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """One request as sent and its completion, raw."""
+    """One request as sent and its completion, raw.
+
+    Attributes:
+        messages: empty where it is not known how they were sent; then `sampling` is None.
+        logprobs: of the first token, (token, log-probability), most likely first; None if not asked for.
+    """
 
     stage: str
     row: str
     part: str
     attempt: int
     messages: tuple[dict[str, str], ...]
+    sampling: Sampling | None
     outcome: str
     text: str
     prompt_tokens: int
     completion_tokens: int
+    logprobs: tuple[tuple[str, float], ...] | None
+
+    @classmethod
+    def of(cls, asked: Asked, request: Request | None, completion: Completion) -> Exchange:
+        return cls(
+            asked.stage, asked.row, asked.part, asked.attempt, request.messages if request else (),
+            request.sampling if request else None, completion.outcome, completion.text,
+            completion.prompt_tokens, completion.completion_tokens, completion.logprobs,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -72,17 +87,13 @@ class Preview:
 class Witness:
     """An engine that remembers what passed through it."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: judge.Engine) -> None:
         self._engine = engine
         self.exchanges: list[Exchange] = []
 
     async def complete(self, asked: Asked, request: Request) -> Completion:
         completion = await self._engine.complete(asked, request)
-        exchange = Exchange(
-            asked.stage, asked.row, asked.part, asked.attempt, request.messages, completion.outcome,
-            completion.text, completion.prompt_tokens, completion.completion_tokens,
-        )  # fmt: skip
-        self.exchanges.append(exchange)
+        self.exchanges.append(Exchange.of(asked, request, completion))
         return completion
 
     def __getattr__(self, name: str) -> Any:
@@ -126,9 +137,9 @@ def witness(graded: GradedRun) -> list[Witness]:
     graded.engine = generator  # type: ignore[assignment]
     if graded.judge_engine is None:
         return [generator]
-    judge = generator if shared else Witness(graded.judge_engine)
-    graded.judge_engine = judge  # type: ignore[assignment]
-    return [generator] if shared else [generator, judge]
+    reader = generator if shared else Witness(graded.judge_engine)
+    graded.judge_engine = reader  # type: ignore[assignment]
+    return [generator] if shared else [generator, reader]
 
 
 def preview_rows(shard: Shard, exchanges: list[Exchange]) -> list[PreviewRow]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from gradeloom.flows.audit_cli import audit
-from gradeloom.flows.options import json_option, root_option
+from gradeloom.flows.options import json_option, root_option, wait_for
 from gradeloom.flows.publish_cli import publish
 
 
@@ -121,3 +121,22 @@ def release_diff(a: str, b: str, root: str, as_json: bool) -> None:
         click.echo(show.as_json({**show.fields(found), "proposed": proposal}))
     else:
         show_diff.release_diff(found)
+
+
+@release.command("lineage")
+@click.argument("which")
+@click.argument("row")
+@click.option("--runs", default=None, metavar="ROOT", help="Folder of runs; default: where the release says.")
+@root_option("releases")
+@json_option
+def release_lineage(which: str, row: str, runs: str | None, root: str, as_json: bool) -> None:
+    """Where ROW comes from, down to the prompts as sent. ROW is a query id (its list) or a passage id."""
+    from gradeloom.flows import show, show_lineage
+    from gradeloom.flows.lineage import lineage
+    from gradeloom.tasks.release.catalog import find
+
+    found = wait_for(lineage(find(root, which), row, runs=runs))
+    if as_json:
+        click.echo(show.as_json(found))
+    else:
+        show_lineage.lineage(found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import textwrap
 import time
 from collections.abc import Iterable, Sequence
@@ -20,9 +21,10 @@ from gradeloom.flows.progress import harmless
 if TYPE_CHECKING:
     from gradeloom.flows.doctor import Check
     from gradeloom.flows.graded import GradedResult
-    from gradeloom.flows.preview import Preview, PreviewRow
+    from gradeloom.flows.preview import Exchange, Preview, PreviewRow
     from gradeloom.flows.runs import RunSummary
     from gradeloom.schemas.manifest import StageAccount
+    from gradeloom.tasks.engine.types import Sampling
     from gradeloom.tasks.release.catalog import Summary
 
 _WIDTH = 120
@@ -210,19 +212,7 @@ def _preview_row(page: Page, row: PreviewRow, shown: set[str]) -> None:
     """One query; a system message that was `shown` before is not shown again."""
     page.line(f"=== {row.query_id}: {row.query}", style="bold")
     for sent in row.exchanges:
-        part = f" {sent.part}" if sent.part else ""
-        page.line(f"--- {sent.stage}{part}, attempt {sent.attempt + 1}", style="cyan")
-        for message in sent.messages:
-            again = message["role"] == "system" and message["content"] in shown
-            shown.add(message["content"])
-            page.line(f"{message['role']}:" + " as above" * again, indent=2, style="dim")
-            if not again:
-                page.line(message["content"], indent=4)
-        page.line(
-            f"completion ({sent.outcome}, {sent.prompt_tokens} + {sent.completion_tokens} tokens):",
-            indent=2, style="dim",
-        )  # fmt: skip
-        page.line(sent.text, indent=4)
+        exchange(page, sent, shown)
     if row.passages:
         page.line("--- the list", style="cyan")
     for passage in row.passages:
@@ -231,6 +221,35 @@ def _preview_row(page: Page, row: PreviewRow, shown: set[str]) -> None:
     verdict = row.status if row.reason is None else f"{row.status} at {row.stage}: {row.reason}"
     page.line(f"--- {verdict}" + (f" ({row.detail})" if row.detail else ""), style="bold")
     page.line()
+
+
+def exchange(page: Page, sent: Exchange, shown: set[str]) -> None:
+    """A request and its completion; a system message that was `shown` before is not shown again."""
+    part = f" {sent.part}" if sent.part else ""
+    page.line(f"--- {sent.stage}{part}, attempt {sent.attempt + 1}", style="cyan")
+    for message in sent.messages:
+        again = message["role"] == "system" and message["content"] in shown
+        shown.add(message["content"])
+        page.line(f"{message['role']}:" + " as above" * again, indent=2, style="dim")
+        if not again:
+            page.line(message["content"], indent=4)
+    if sent.sampling is not None:
+        page.line(f"sampling: {_sampling(sent.sampling)}", indent=2, style="dim")
+    page.line(
+        f"completion ({sent.outcome}, {sent.prompt_tokens} + {sent.completion_tokens} tokens):",
+        indent=2, style="dim",
+    )  # fmt: skip
+    page.line(sent.text, indent=4)
+    if sent.logprobs:
+        seen = ", ".join(f"{token!r} {math.exp(logprob):.3g}" for token, logprob in sent.logprobs[:5])
+        page.line(f"first token: {seen}", indent=4)
+
+
+def _sampling(sampling: Sampling) -> str:
+    seed = "no seed" if sampling.seed is None else f"seed {sampling.seed}"
+    penalty = f", frequency penalty {sampling.frequency_penalty:g}" if sampling.frequency_penalty else ""
+    drawn = f"temperature {sampling.temperature:g}, top-p {sampling.top_p:g}{penalty}, {seed}"
+    return f"{drawn}, at most {sampling.max_tokens:,} tokens"
 
 
 # --- releases, runs, cache, doctor ------------------------------------------------------------

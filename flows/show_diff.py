@@ -143,7 +143,7 @@ def _row(example: Example) -> str:
     old, new = example.old, example.new
     if old is not None and new is not None:
         return ", ".join(f"{name} {_value(old[name])} -> {_value(new[name])}" for name in old)
-    plain = [value for value in (old or new or {}).values() if value and not isinstance(value, list)]
+    plain = [v for v in (old or new or {}).values() if v not in (None, "") and not isinstance(v, list)]
     return _value(", ".join(str(value) for value in plain if value not in example.key))
 
 

@@ -14,8 +14,8 @@ import sqlite3
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from types import TracebackType
@@ -149,6 +149,34 @@ class Ledger(_Store):
             fingerprints,
         )
         return int(tokens)
+
+
+def read_outcomes(path: Path, asked: Asked) -> list[tuple[Asked, Completion]]:
+    """What a run's ledger holds of a row at a stage, by part and attempt; it is only looked at.
+
+    Args:
+        path: the ledger.
+        asked: names stage, fingerprint and row; its part and attempt do not count.
+
+    Raises:
+        InputError: it is not there or cannot be read.
+    """
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as db:
+            found = db.execute(
+                "SELECT part, attempt, outcome, text, prompt_tokens, completion_tokens, logprobs, cached "
+                "FROM outcomes WHERE stage = ? AND fingerprint = ? AND row = ? ORDER BY part, attempt",
+                (asked.stage, asked.fingerprint, asked.row),
+            ).fetchall()
+    except sqlite3.Error as error:
+        raise _unusable(path, error) from error
+    return [
+        (
+            replace(asked, part=part, attempt=attempt),
+            Completion(outcome, text, prompt_tokens, completion_tokens, _unpack(logprobs), bool(cached)),
+        )
+        for part, attempt, outcome, text, prompt_tokens, completion_tokens, logprobs, cached in found
+    ]
 
 
 @dataclass(frozen=True)

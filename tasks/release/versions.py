@@ -22,9 +22,9 @@ def step(diff: ReleaseDiff) -> Step:
         return "major"
     if columns or any(t.added or t.removed or t.changed or t.reordered for t in diff.tables):
         return "minor"
-    told = [diff.config, diff.prompts, diff.models, diff.steps, diff.documents]
-    figures = [side for side in (*diff.quality, *diff.accounting) if side.a != side.b]
-    return "patch" if figures or any(told) else "none"
+    told = any([diff.config, diff.prompts, diff.models, diff.steps, diff.documents])
+    figures = any(f.a != f.b for f in diff.quality) or any(s.a != s.b for s in diff.accounting)
+    return "patch" if told or figures else "none"
 
 
 def proposed_version(parent: str, diff: ReleaseDiff) -> str | None:
