@@ -278,11 +278,16 @@ def _places(data: Any, pattern: Sequence[str], before: str = "") -> Iterator[tup
             yield from _places(data[key], pattern[1:], f"{path}.")
 
 
+def bundled_sample(value: str) -> Path | None:
+    """The bundled sample that `samples:NAME` names; None for any other value."""
+    if not value.startswith("samples:"):
+        return None
+    return Path(str(files("gradeloom.data"))) / "samples" / value.removeprefix("samples:")
+
+
 def _resolve(value: str, file: Path, field: str) -> Path:
-    if value.startswith("samples:"):
-        candidates = [Path(str(files("gradeloom.data"))) / "samples" / value.removeprefix("samples:")]
-    else:
-        candidates = [Path.cwd() / value, file.resolve().parent / value]
+    sample = bundled_sample(value)
+    candidates = [sample] if sample is not None else [Path.cwd() / value, file.resolve().parent / value]
     for candidate in candidates:
         if candidate.exists():
             return candidate.resolve()

@@ -19,16 +19,29 @@ if TYPE_CHECKING:
     from gradeloom.tasks.evaluate.calibration import Human
 
 
+def _input(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
+    """A file to read; `samples:NAME` is one of gradeloom's own."""
+    from gradeloom.flows.configure import bundled_sample
+
+    sample = bundled_sample(value) if value is not None else None
+    return value if sample is None else str(sample)
+
+
 @click.group()
 def judge() -> None:
     """The judge: how well its grades agree with people's."""
 
 
 @judge.command("calibrate")
-@click.option("--qrels", required=True, metavar="FILE", help="Grades of people: TREC, BEIR or Parquet.")
-@click.option("--labels", metavar="FILE", help="The judge's labels, in any of these forms.")
-@click.option("--queries", metavar="FILE", help="With --config: texts of the queries.")
-@click.option("--corpus", metavar="FILE", help="With --config: texts of the passages.")
+@click.option("--qrels", required=True, metavar="FILE", callback=_input,
+              help="Grades of people: TREC, BEIR or Parquet.")  # fmt: skip
+@click.option("--labels", metavar="FILE", callback=_input,
+              help="The judge's labels, in any of these forms; below 0 is an abstention.")  # fmt: skip
+@click.option(
+    "--judge", "named", metavar="NAME", help="With --labels: whose they are; default: the file's name."
+)
+@click.option("--queries", metavar="FILE", callback=_input, help="With --config: texts of the queries.")
+@click.option("--corpus", metavar="FILE", callback=_input, help="With --config: texts of the passages.")
 @partial(config_options, packaged="judge-demo", example="--set judge.min_mass=0.3", required=False)
 @click.option("--domain", metavar="NAME", help="What the queries are about, for the release's card.")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Only the first N queries of --qrels.")
@@ -45,10 +58,10 @@ def judge() -> None:
 @quiet_option
 @json_option
 def calibrate(
-    qrels: str, labels: str | None, queries: str | None, corpus: str | None, config_name: str | None,
-    sets: tuple[str, ...], domain: str | None, limit: int | None, binary_at: int, runs: tuple[str, ...],
-    gain_offset: float, isotonic: str | None, fit_isotonic: str | None, out: str | None, plot: str | None,
-    quiet: bool, as_json: bool,
+    qrels: str, labels: str | None, named: str | None, queries: str | None, corpus: str | None,
+    config_name: str | None, sets: tuple[str, ...], domain: str | None, limit: int | None, binary_at: int,
+    runs: tuple[str, ...], gain_offset: float, isotonic: str | None, fit_isotonic: str | None,
+    out: str | None, plot: str | None, quiet: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Compare a judge's grades with people's, by a file of its labels or by asking it.
 
@@ -65,13 +78,16 @@ def calibrate(
     from gradeloom.tasks.run import write_bytes_whole, write_whole
 
     _require_one_judge(labels, queries, corpus, config_name, sets)
+    if named is not None and labels is None:
+        raise InputError("names the judge of a file of labels; a judge that is asked has its `name`",
+                         field="--judge")  # fmt: skip
     _require_places((qrels, labels, queries, corpus, config_name, isotonic), (out, plot, fit_isotonic))
     systems = read_runs(runs)
     human = human_labels(qrels, read_qrels(qrels), limit=limit)
     ran = None
     if labels is not None:
         said = read_labels(labels, human)
-        who: Any = LabelFileJudge(name=_stem(labels), labels=file_identity(labels))
+        who: Any = LabelFileJudge(name=named or _stem(labels), labels=file_identity(labels))
     else:
         assert queries is not None
         assert corpus is not None

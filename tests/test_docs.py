@@ -32,6 +32,10 @@ ADDED = {
     "gradeloom graded preview --config my-run.yaml --limit 3": FAULT,
     "gradeloom graded run --config my-run.yaml": f"--limit 40 --set run.target=20 {FAULT}",
     "gradeloom graded run --config graded-demo": f"--limit 6 --set filters=[] {FAULT}",
+    "gradeloom judge calibrate --qrels samples:household/qrels/test.tsv "
+    "--queries samples:household/queries.jsonl --corpus samples:household/corpus.jsonl --config judge-demo": (
+        "--set 'judge.engine={kind: fault}'"
+    ),
     "gradeloom retriever train --config retriever-demo": "--set training.max_steps=2",
     "gradeloom retriever probe --config retriever-demo --release my-domain": "--set training.max_steps=1",
 }
@@ -41,7 +45,7 @@ ADDED = {
 def commands(doc: Path) -> list[str]:
     found = []
     for block in re.findall(r"^```sh\n(.*?)^```", doc.read_text(), flags=re.MULTILINE | re.DOTALL):
-        lines = block.replace("\\\n", " ").splitlines()
+        lines = re.sub(r"\s*\\\n\s*", " ", block).splitlines()
         found += [re.sub(r"\s+#.*$", "", line).strip() for line in lines]
     return [line for line in found if line]
 

@@ -342,10 +342,10 @@ def test_the_recorded_config_replays_both_models(realdata: Path) -> None:
 
 
 def test_every_packaged_config_is_tested_here() -> None:
-    """Those of retrievers in test_retriever_cli.py."""
+    """Those of retrievers in test_retriever_cli.py, the judge's in test_judge.py."""
     assert list(packaged_configs()) == [
-        "graded-demo", "graded-msmarco", "graded-recorded", "retriever-demo", "retriever-evaluate",
-        "retriever-mine", "retriever-recorded",
+        "graded-demo", "graded-msmarco", "graded-recorded", "judge-demo", "retriever-demo",
+        "retriever-evaluate", "retriever-mine", "retriever-recorded",
     ]  # fmt: skip
 
 

@@ -21,7 +21,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from gradeloom.flows import cli
-from gradeloom.schemas.calibration import Calibration
+from gradeloom.flows.configure import read_config
+from gradeloom.schemas.calibration import Calibration, JudgeRunConfig
+from gradeloom.schemas.config import VllmEngine
 from gradeloom.tasks.evaluate.isotonic import read_isotonic
 
 QUERIES, PASSAGES = 6, 5
@@ -151,6 +153,7 @@ def test_a_mapping_is_fitted_on_one_set_and_used_on_another(
         (["--labels", "gpt-x.1.txt", "--config", "judge.yaml"], "not both"),
         (["--labels", "gpt-x.1.txt", "--set", "seed=1"], "not both"),
         (["--queries", "queries.jsonl", "--config", "judge.yaml"], "--corpus is missing"),
+        ([*ASKING, "--judge", "me"], "--judge"),
         (["--labels", "none.txt"], "none.txt: there is no such file"),
         (["--labels", "bad.txt"], "bad.txt, row 2, field 'score': a number was expected as grade"),
         (["--labels", "other.txt"], "no pair of query and passage in common"),
@@ -183,6 +186,30 @@ def test_bad_input_is_one_line(
     assert message in line
     assert streams.out == ""
     assert (place / "qrels.txt").read_bytes() == before
+
+
+def test_bundled_samples_are_named_as_in_a_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sample = "samples:household/{}/test.tsv"
+    arguments = [
+        "--qrels",
+        sample.format("qrels"),
+        "--labels",
+        sample.format("labels"),
+        "--judge",
+        "imagined",
+    ]
+    assert cli.run(["judge", "calibrate", *arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["judge"]["name"] == "imagined"
+    assert (found["pairs"]["human"], found["pairs"]["abstained"]) == (24, 1)
+
+
+def test_the_packaged_judge_is_the_bundled_model() -> None:
+    config = read_config(JudgeRunConfig, "judge-demo")
+    assert isinstance(config.judge.engine, VllmEngine)
+    assert config.judge.engine.model == "bundled"
 
 
 # --- a judge that is asked ------------------------------------------------------------------
