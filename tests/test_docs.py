@@ -23,6 +23,8 @@ DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FAULT = "--set 'engine={kind: fault}' --set 'judge.engine={kind: fault, seed: 1}'"
 
 ELSEWHERE = {
+    "gradeloom release audit sample graded-recorded --n 160 --to my-audit": "tests/flows/test_audit_cli.py",
+    "gradeloom release audit import my-audit": "tests/flows/test_audit_cli.py runs this example as it stands",
     "make demo": "tests/engine/test_demo.py runs its run; a clone runs it whole before each release",
     "make test": "this is it",
     "gradeloom doctor": "tests/flows/test_doctor.py and test_cli.py: its exit code depends on the machine",

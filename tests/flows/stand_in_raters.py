@@ -16,13 +16,15 @@ def fill(folder: Path, *, raters: int = 2, careful: int = 85) -> None:
     """Fill in the CSV sheets of a sample. A rater sees the truth `careful` times of 100, else one off."""
     key = orjson.loads((folder / "key.json").read_bytes())
     released = {item["item"]: key["groups"][item["group"]]["grade"] for item in key["items"]}
+    passages = {item["item"]: item["passage_id"] for item in key["items"]}
     for rater in range(1, raters + 1):
         path = folder / f"rater-{rater}.csv"
         with path.open(encoding="utf-8-sig", newline="") as f:
             rows = list(csv.DictReader(f))
         for row in rows:
-            truth = random.Random(row["item"]).choices((3, 2, 1, 0), TRUTH[released[row["item"]]])[0]
-            own = random.Random(f"{rater} {row['item']}")
+            passage = passages[row["item"]]
+            truth = random.Random(passage).choices((3, 2, 1, 0), TRUTH[released[row["item"]]])[0]
+            own = random.Random(f"{rater} {passage}")
             seen = truth if own.random() * 100 < careful else truth + own.choice((-1, 1))
             row["grade"] = str(min(max(seen, 0), 3))
         with path.open("w", encoding="utf-8-sig", newline="") as f:
