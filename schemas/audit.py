@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import orjson
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, field_validator
 
+from gradeloom.schemas.config import NAME, VERSION
 from gradeloom.schemas.rows import digest
 
 
@@ -59,6 +60,13 @@ class AuditKey(AuditRecord):
     grades: list[int]
     groups: list[AuditGroup]
     items: list[AuditItem]
+
+    @field_validator("name", "version")
+    @classmethod
+    def _no_path(cls, value: str) -> str:
+        if not (NAME.fullmatch(value) or VERSION.fullmatch(value)):
+            raise ValueError("expected a release's name and version")
+        return value
 
     def sample(self) -> str:
         """What names this sample: 12 hex digits over all of the key."""

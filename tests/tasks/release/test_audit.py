@@ -309,6 +309,14 @@ def test_a_key_that_is_none(tmp_path: Path) -> None:
         read_key(tmp_path)
 
 
+@pytest.mark.parametrize("field", ["name", "version"])
+def test_a_key_leads_out_of_no_folder(sheets: Path, field: str) -> None:
+    data = json.loads((sheets / "key.json").read_text()) | {field: "../../elsewhere"}
+    (sheets / "key.json").write_text(json.dumps(data))
+    with pytest.raises(InputError, match=f"field '{field}': .*expected a release's name and version"):
+        read_key(sheets)
+
+
 # --- keeping the result -------------------------------------------------------------------------
 
 
