@@ -26,6 +26,7 @@ from gradeloom.schemas import calibration as stored
 from gradeloom.schemas.calibration import (
     Calibration,
     FileIdentity,
+    IsotonicMapping,
     JudgeRunConfig,
     MappedAgreement,
     ModelJudge,
@@ -47,7 +48,7 @@ from gradeloom.tasks.evaluate.calibration import (
     rounded,
     system_ranking,
 )
-from gradeloom.tasks.evaluate.isotonic import apply_isotonic, read_isotonic
+from gradeloom.tasks.evaluate.isotonic import apply_isotonic, read_isotonic, require_unseen
 from gradeloom.tasks.evaluate.trec import read_run
 from gradeloom.tasks.label.judge import Judge
 from gradeloom.tasks.run import RunDirectory
@@ -68,7 +69,7 @@ def calibrate(
     binary_at: int = 2,
     runs: Sequence[tuple[FileIdentity, Run]] = (),
     gain_offset: float = 0,
-    isotonic: Path | None = None,
+    isotonic: tuple[FileIdentity, IsotonicMapping] | None = None,
 ) -> Calibration:
     """All figures of a judge against people.
 
@@ -80,7 +81,7 @@ def calibrate(
         binary_at: grades from here are relevant, for the binary kappa.
         runs: systems to be ranked under both.
         gain_offset: taken off every grade to get its gain.
-        isotonic: a stored mapping; the agreement of the mapped grades stands beside.
+        isotonic: a stored mapping and its file; the agreement of the mapped grades stands beside.
 
     Raises:
         InputError: people and judge share no pair, a grade or setting is not as it must be, or the mapping
@@ -92,15 +93,19 @@ def calibrate(
         judge=judge,
         pairs=pair_counts(human.grades, labels),
         agreement=agreement(human.grades, labels, binary_at=binary_at),
-        isotonic=None if isotonic is None else _mapped(isotonic, human, labels, judge, binary_at),
+        isotonic=None if isotonic is None else _mapped(*isotonic, human, labels, judge, binary_at),
         ranking=system_ranking(runs, human.grades, labels, gain_offset=gain_offset) if runs else None,
     )
 
 
 def _mapped(
-    path: Path, human: Human, labels: JudgeLabels, judge: stored.Judge, binary_at: int
+    file: FileIdentity,
+    mapping: IsotonicMapping,
+    human: Human,
+    labels: JudgeLabels,
+    judge: stored.Judge,
+    binary_at: int,
 ) -> MappedAgreement:
-    mapping = read_isotonic(path)
     if not labels.expected:
         raise InputError("this judge gives no expected grades that could be mapped", field="--isotonic")
     fitted_for = mapping.judge
@@ -111,14 +116,25 @@ def _mapped(
     ):
         raise InputError(
             f"was fitted for another judge or other settings: '{fitted_for.name}', {fitted_for.model.model}",
-            file=path,
+            file=file.name,
         )
     expected = apply_isotonic(mapping, labels.expected, human=human)
     mapped = JudgeLabels(
         rounded(expected), expected, labels.abstained, labels.unanswered, labels.scale
     )  # fmt: skip
     figures = agreement(human.grades, mapped, binary_at=binary_at)
-    return MappedAgreement(mapping=file_identity(path), agreement=figures)
+    return MappedAgreement(mapping=file, agreement=figures)
+
+
+def read_mapping(path: str, human: Human) -> tuple[FileIdentity, IsotonicMapping]:
+    """A stored isotonic mapping, refused before a judge is asked if it was fitted on these grades.
+
+    Raises:
+        InputError: it cannot be read, or was fitted on `human` or on some of its pairs.
+    """
+    mapping = read_isotonic(path)
+    require_unseen(mapping, ((q, p) for q, grades in human.grades.items() for p in grades), human)
+    return file_identity(path), mapping
 
 
 def read_runs(places: Sequence[str]) -> list[tuple[FileIdentity, Run]]:

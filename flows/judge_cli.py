@@ -70,7 +70,7 @@ def calibrate(
     from gradeloom.flows import show, show_judge
     from gradeloom.flows.configure import read_config
     from gradeloom.flows.judge import calibrate as figures
-    from gradeloom.flows.judge import read_runs
+    from gradeloom.flows.judge import read_mapping, read_runs
     from gradeloom.schemas.calibration import JudgeRunConfig, LabelFileJudge
     from gradeloom.tasks.collection import read_qrels
     from gradeloom.tasks.evaluate.calibration import file_identity, human_labels, read_labels
@@ -84,6 +84,7 @@ def calibrate(
     _require_places((qrels, labels, queries, corpus, config_name, isotonic), (out, plot, fit_isotonic))
     systems = read_runs(runs)
     human = human_labels(qrels, read_qrels(qrels), limit=limit)
+    mapped = None if isotonic is None else read_mapping(isotonic, human)
     ran = None
     if labels is not None:
         said = read_labels(labels, human)
@@ -95,7 +96,7 @@ def calibrate(
         said, who = ran.result.labels, ran.result.judge
     calibration = figures(
         human, said, who, domain=domain, binary_at=binary_at, runs=systems, gain_offset=gain_offset,
-        isotonic=None if isotonic is None else Path(isotonic),
+        isotonic=mapped,
     )  # fmt: skip
     if fit_isotonic is not None:
         mapping = fitted(human, said, judge=who, domain=domain)

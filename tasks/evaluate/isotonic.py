@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from gradeloom.schemas.calibration import IsotonicMapping, Judge
 from gradeloom.schemas.errors import InputError
 from gradeloom.schemas.rows import digest
 from gradeloom.tasks.collection import Qrels
-from gradeloom.tasks.evaluate.calibration import Human, JudgeLabels, expected_pairs
+from gradeloom.tasks.evaluate.calibration import Human, JudgeLabels, Pair, expected_pairs
 
 
 def fit_isotonic(human: Human, labels: JudgeLabels, *, judge: Judge, domain: str | None) -> IsotonicMapping:
@@ -66,6 +67,27 @@ def apply_isotonic(mapping: IsotonicMapping, expected: Qrels, *, human: Human | 
     Raises:
         InputError: the mapping was fitted on `human`'s file, or on some of these pairs.
     """
+    require_unseen(mapping, [(q, p) for q, by_passage in expected.items() for p in by_passage], human)
+    return {
+        query_id: {
+            passage_id: float(np.interp(value, mapping.expected, mapping.human))
+            for passage_id, value in by_passage.items()
+        }
+        for query_id, by_passage in expected.items()
+    }
+
+
+def require_unseen(mapping: IsotonicMapping, pairs: Iterable[Pair], human: Human | None) -> None:
+    """Refuse a mapping on what it was fitted on.
+
+    Args:
+        mapping: as fitted or read.
+        pairs: whose expected grades are to be mapped.
+        human: the grades that the result will be compared with, if any.
+
+    Raises:
+        InputError: the mapping was fitted on `human`'s file, or on some of these pairs.
+    """
     fitted_on = mapping.human_labels.qrels
     if human is not None and human.identity.qrels.sha256 == fitted_on.sha256:
         raise InputError(
@@ -74,20 +96,13 @@ def apply_isotonic(mapping: IsotonicMapping, expected: Qrels, *, human: Human | 
             field="--isotonic",
         )
     seen = frozenset(mapping.fitted_pairs)
-    again = sum(_pair_digest(q, p) in seen for q, by_passage in expected.items() for p in by_passage)
+    again = sum(_pair_digest(*pair) in seen for pair in pairs)
     if again:
         raise InputError(
             f"this mapping was fitted on {again:,} of these pairs (in {fitted_on.name}); a mapping is only "
             "used on other ones: fit it on another set",
             field="--isotonic",
         )
-    return {
-        query_id: {
-            passage_id: float(np.interp(value, mapping.expected, mapping.human))
-            for passage_id, value in by_passage.items()
-        }
-        for query_id, by_passage in expected.items()
-    }
 
 
 def read_isotonic(path: str | Path) -> IsotonicMapping:

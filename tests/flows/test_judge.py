@@ -231,8 +231,6 @@ def test_asking_a_judge_and_paying_once(place: Path, capsys: pytest.CaptureFixtu
     again = said(capsys, *ASKING)
     assert (again["usage"]["requests_sent"], again["usage"]["requests_cached"]) == (0, 30)
     assert again["agreement"] == stored.agreement.model_dump(mode="json")
-    calibrate(*ASKING, "--isotonic", "mapping.json", code=2)  # the ledger answers; the mapping is refused
-    assert sum(requests(place).values()) == 30
     assert cli.run(["runs", "list"]) == 0
     assert "stand-in" in capsys.readouterr().out
 
@@ -242,6 +240,36 @@ def test_a_limit_asks_about_the_first_queries_only(place: Path, capsys: pytest.C
     assert (found["pairs"]["human"], found["usage"]["requests_sent"]) == (10, 10)
     found = said(capsys, *ASKING)
     assert (found["pairs"]["human"], found["usage"]["requests_sent"]) == (30, 20)
+
+
+def test_a_mapping_is_of_one_judge_and_refused_before_it_is_asked(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = (place / "qrels.txt").read_text().splitlines(keepends=True)
+    (place / "others.txt").write_text("".join(lines[:15]))
+    (place / "qrels.txt").write_text("".join(lines[15:]))
+    fit = [
+        "judge",
+        "calibrate",
+        "--qrels",
+        "others.txt",
+        *ASKING,
+        "--fit-isotonic",
+        "mapping.json",
+        "--quiet",
+    ]
+    assert cli.run(fit) == 0
+    capsys.readouterr()
+    found = said(capsys, *ASKING, "--isotonic", "mapping.json")
+    assert found["isotonic"]["agreement"]["expected"]["pairs"] == found["pairs"]["both"]
+    calibrate(*ASKING, "--isotonic", "mapping.json", "--set", "judge.min_mass=0.4", "--quiet", code=2)
+    assert "fitted for another judge or other settings: 'stand-in'" in capsys.readouterr().err
+    before = requests(place)
+    (place / "qrels.txt").write_text(lines[0] + "".join(lines[15:]))
+    write_judge(place, {"kind": "fault", "seed": 9, "log": str(place / "requests.jsonl")})
+    calibrate(*ASKING, "--isotonic", "mapping.json", "--quiet", code=2)
+    assert "fitted on 1 of these pairs (in others.txt)" in capsys.readouterr().err
+    assert requests(place) == before
 
 
 @pytest.mark.parametrize(
