@@ -116,7 +116,7 @@ class EvaluationSet(CollectionConfig):
 class LossTerm(Settings):
     """One term of the loss. The formulas are in gradeloom.tasks.train.losses."""
 
-    kind: Literal["gaussian", "aligned", "ordinal", "kl", "infonce"] = "gaussian"
+    kind: Literal["gaussian", "aligned", "ordinal", "kl", "infonce"] = "aligned"
     weight: float = Field(1.0, gt=0)
     temperature: float | None = Field(
         None, gt=0, description="Of the predictions; default: 0.05 for normalised embeddings, else 1."

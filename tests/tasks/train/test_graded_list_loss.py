@@ -30,7 +30,7 @@ from two_processes import (
 from gradeloom.schemas.errors import InputError
 from gradeloom.schemas.retriever import LossTerm
 from gradeloom.tasks.train.in_batch import taking_part, text_digests
-from gradeloom.tasks.train.losses import GradedListLoss, gaussian_wasserstein
+from gradeloom.tasks.train.losses import GradedListLoss, aligned, gaussian_wasserstein
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_dot_products_have_temperature_1(tmp_path: Path) -> None:
     model = SentenceTransformer(str(make_tiny_encoder(tmp_path, normalize=False)), device="cpu").eval()
     q = torch.tensor(model.encode(QUERIES))
     p = torch.tensor(model.encode([text for i in range(4) for text in passages(i)]))
-    expected = gaussian_wasserstein(q @ p.T, LABELS, 1.0, LossTerm().label_temperature).item()
+    expected = aligned(q @ p.T, LABELS, 1.0, LossTerm().label_temperature).item()
     assert GradedListLoss(model)(features(model), LABELS).item() == pytest.approx(expected, abs=1e-5)
 
 
@@ -143,7 +143,7 @@ def test_a_text_is_not_another_querys_passage_to_its_own_query(model: SentenceTr
     mask[0, 7] = False  # known
     mask[2:, 7] = False  # once is enough: column 0
     mask[1, 0] = False  # known
-    expected = gaussian_wasserstein(q @ p.T, LABELS, 0.05, LossTerm().label_temperature, mask).item()
+    expected = aligned(q @ p.T, LABELS, 0.05, LossTerm().label_temperature, mask).item()
     assert GradedListLoss(model)(columns, LABELS).item() == pytest.approx(expected, abs=1e-5)
 
 
