@@ -89,7 +89,7 @@ def test_it_names_the_loss_with_the_temperatures_that_counted(encoder: Encoder, 
 def test_a_dot_product_has_temperature_1(tmp_path: Path) -> None:
     folder = make_tiny_encoder(tmp_path / "dot", normalize=False)
     dot = load_encoder(EncoderConfig(model=str(folder), device="cpu"))
-    assert "- **gaussian**, weight 1: temperature 1, label" in card(dot, tmp_path)
+    assert "- **aligned**, weight 1: temperature 1, label" in card(dot, tmp_path)
 
 
 def test_it_names_the_settings_and_the_dev_curve(encoder: Encoder, tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_its_header_is_what_the_hub_reads(encoder: Encoder, tmp_path: Path) -> N
     found = yaml.safe_load(header)
     assert found["library_name"] == "sentence-transformers"
     assert found["pipeline_tag"] == "sentence-similarity"
-    assert {"gradeloom", "loss:gaussian"} <= set(found["tags"])
+    assert {"gradeloom", "loss:aligned"} <= set(found["tags"])
     assert "widget" not in found
     assert "base_model" not in found  # a folder is no name on the hub
     _, header, _ = card(encoder, tmp_path, encoder=EncoderConfig()).split("---\n", 2)
