@@ -22,7 +22,16 @@ ROOT = Path(__file__).parent.parent
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FAULT = "--set 'engine={kind: fault}' --set 'judge.engine={kind: fault, seed: 1}'"
 
+S3, HUB = "tests/tasks/release/test_publish.py, on a server", "tests/tasks/release/test_hub.py, on a server"
+
 ELSEWHERE = {
+    "gradeloom release publish my-domain@0.1.0 --to s3://bucket/releases": S3,
+    "gradeloom release publish my-domain@0.1.0 --to hf://datasets/me/my-domain": HUB,
+    "gradeloom release show s3://bucket/releases/my-domain/0.1.0": S3,
+    "gradeloom release verify hf://datasets/me/my-domain@v0.1.0": HUB,
+    "gradeloom release list --root s3://bucket/releases": S3,
+    "gradeloom release export my-domain@0.1.0 --root s3://bucket/releases --format beir "
+    "--to my-domain-beir": S3,
     "gradeloom release audit sample graded-recorded --n 160 --to my-audit": "tests/flows/test_audit_cli.py",
     "gradeloom release audit import my-audit": "tests/flows/test_audit_cli.py runs this example as it stands",
     "make demo": "tests/engine/test_demo.py runs its run; a clone runs it whole before each release",
